@@ -1,0 +1,106 @@
+"""The programs of one stage compiled ahead of time for its device."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from jpipe._program import Backward, Forward, ForwardBackward, Program, Update
+from jpipe._stage import StageFunctions
+
+Tree = Any
+UpdateKind = Literal["in_place", "into_retired", "into_new"]
+
+
+def update_kind(update: Update) -> UpdateKind:
+    """Which memory an update writes the new version into: the version it reads, another one that retires with it, or new memory."""
+    if update.retires is None:
+        return "into_new"
+    return "in_place" if update.retires == update.batch else "into_retired"
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, and an update for each kind the programs use."""
+
+    functions: StageFunctions
+    device: jax.Device
+    calls: dict[str, jax.stages.Compiled]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The largest scratch memory of any of the programs; 0 where the backend does not say."""
+        analyses = [call.memory_analysis() for call in self.calls.values()]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+
+def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> list[CompiledStage]:
+    """Compile, for each stage, exactly what the programs use. Traces one after the other, compiles side by side."""
+    used: list[set[str]] = [set() for _ in stages]
+    for program in programs:
+        for instruction in program.instructions:
+            match instruction:
+                case Forward():
+                    used[instruction.worker].add("forward")
+                case Backward():
+                    used[instruction.worker].add("backward")
+                case ForwardBackward():
+                    used[instruction.worker].add("forward_backward")
+                case Update():
+                    used[instruction.worker].add(update_kind(instruction))
+    lowered = [
+        {name: _lower_call(functions, device, name) for name in sorted(names)}
+        for (functions, device), names in zip(stages, used, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        pending = [{name: pool.submit(call.compile) for name, call in calls.items()} for calls in lowered]
+        return [
+            CompiledStage(functions, device, {name: future.result() for name, future in futures.items()})
+            for (functions, device), futures in zip(stages, pending, strict=True)
+        ]
+
+
+def compile_evaluation(functions: StageFunctions, device: jax.Device) -> jax.stages.Compiled:
+    """The evaluation program of one stage."""
+    return _lower_call(functions, device, "evaluate").compile()
+
+
+def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Lowered:
+    f, specs = functions, functions.specs
+    sums = jax.eval_shape(f.zero_sums, specs.params)
+    optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
+    arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
+        "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
+        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
+        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, sums)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, sums)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums)),
+        "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
+    }
+    function, donated, inputs = arguments[name]()
+    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
+    return jitted.lower(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+
+
+def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
+    """Specs of what a backward takes over from the forward, and of the gradient message it gets."""
+    y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    kept = f.residuals.keep(f.specs.arguments, (y, new_state))
+    if f.last:
+        return kept, saved, y
+    floats = [leaf for leaf in jax.tree.leaves(y) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    return kept, saved, (floats, jax.ShapeDtypeStruct((), f.loss_dtype))
+
+
+def _update_into(f: StageFunctions) -> Callable[..., Any]:
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree) -> Any:
+        return f.update(params, optimizer_state, sums)
+
+    return update
+
+
+def _on(device: jax.Device, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=jax.sharding.SingleDeviceSharding(device))

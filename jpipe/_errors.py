@@ -1,0 +1,57 @@
+"""The error for a caller's mistake, and how a failed validation is told: where, expected, found, what to change."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pydantic
+
+
+class InputError(ValueError):
+    """Something the caller gave does not fit: the message says where, what was expected, what was found, what to change."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The hint to print after an unknown `word`: the nearest of `choices`, or all of them when none is near."""
+    names = sorted(choices)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+
+
+def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], where: str) -> InputError:
+    """Turn pydantic's report about `model` data that came from `where` (a file name, say) into one InputError, a line a problem."""
+    lines = []
+    for problem in error.errors():
+        at = ".".join(str(part) for part in problem["loc"])
+        found = problem.get("input")
+        match problem["type"]:
+            case "extra_forbidden":
+                fields = _fields_at(model, problem["loc"][:-1])
+                lines.append(f"{where}: unknown key '{at}'; {nearest(str(problem['loc'][-1]), fields)}")
+            case "missing":
+                lines.append(f"{where}: key '{at}' is missing; add it")
+            case "value_error":
+                lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
+            case _:
+                expected = problem["msg"].removeprefix("Input should be ")
+                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {_short(found)}")
+    return InputError("\n".join(lines))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fields_at(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Names of the fields of the model nested in `model` at `location` (list positions are passed over)."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = current.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        current = next((c for c in candidates if isinstance(c, type) and issubclass(c, pydantic.BaseModel)), None)
+        if current is None:
+            return []
+    return list(current.model_fields)

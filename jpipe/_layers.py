@@ -1,0 +1,302 @@
+"""The model as an ordered mapping of layers, each a pure `init` and `apply`; adapters for Flax NNX, Flax Linen and plain functions."""
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from jpipe._errors import InputError
+
+Tree = Any  # a pytree of arrays
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest unit that is never cut: two pure functions.
+
+    Attributes:
+        init: `(key, x) -> (params, state)`; `x` is an example of the input. `params` are trained, `state` is what forwards
+            carry on (batch statistics, say); `{}` where there is none.
+        apply: `(params, state, x, key, train) -> (y, state)`; `key` is a random key of this layer and microbatch, None
+            unless `stochastic`; `train` is False in evaluation.
+        stochastic: whether `apply` draws random numbers in training (dropout).
+        owner: the object whose reuse in a second layer would mean shared parameters, if any.
+    """
+
+    init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
+    apply: Callable[[Tree, Tree, Tree, jax.Array | None, bool], tuple[Tree, Tree]]
+    stochastic: bool = False
+    owner: Any = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shapes and dtypes around one layer, found without allocating anything: its parameters, its state, its output."""
+
+    params: Tree
+    state: Tree
+    output: Tree
+
+
+class LayerStack:
+    """The model: layers by id, in order; what flows from one to the next is any pytree.
+
+    A layer is given as
+    - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
+    - a Flax Linen module (called as `module(x)`, or `module(x, train=...)` if its `__call__` has a parameter `train`);
+    - any other callable: a function of the layer's input, without parameters;
+    - a `Layer`, for everything else.
+
+    Initialization and dropout depend on (key, layer id, microbatch) only, never on where the stack is cut.
+
+    Raises:
+        InputError: a layer that is none of the above, no layer at all, or a parameter shared by two layers.
+
+    Example:
+        >>> stack = LayerStack({"in": lambda rngs: nnx.Linear(4, 8, rngs=rngs), "act": jnp.tanh})
+        >>> stack.ids
+        ('in', 'act')
+    """
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        if not layers:
+            raise InputError("LayerStack: expected at least one layer, found none")
+        for layer_id in layers:
+            if not isinstance(layer_id, str) or not layer_id:
+                raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
+        _refuse_shared_modules(layers)
+        self.layers: dict[str, Layer] = {layer_id: _adapt(layer_id, layer) for layer_id, layer in layers.items()}
+        _refuse_shared_owners(self.layers)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The layer ids, in order."""
+        return tuple(self.layers)
+
+    def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        """Parameters and state of one layer; depends on `key` and the layer's id only."""
+        return self.layers[layer_id].init(_fold(jax.random.fold_in(key, 0), layer_id), x)
+
+    def apply(
+        self, ids: Sequence[str], params: Tree, state: Tree, x: Tree, *, key: jax.Array | None, microbatch: Any, train: bool
+    ) -> tuple[Tree, Tree]:
+        """Run the consecutive layers `ids` on `x`; `params` and `state` are keyed by layer id. Returns (output, new state)."""
+        new_state = {}
+        for layer_id in ids:
+            layer = self.layers[layer_id]
+            drawn = None
+            if train and layer.stochastic:
+                assert key is not None
+                drawn = jax.random.fold_in(_fold(jax.random.fold_in(key, 1), layer_id), microbatch)
+            x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
+        return x, new_state
+
+    def is_stochastic(self, ids: Sequence[str]) -> bool:
+        """Whether any of the layers `ids` draws random numbers in training."""
+        return any(self.layers[layer_id].stochastic for layer_id in ids)
+
+    def specs(self, inputs: Tree) -> dict[str, LayerSpec]:
+        """Shapes of every layer's parameters, state and output for one microbatch of `inputs`; allocates nothing.
+
+        Raises:
+            InputError: a layer cannot take the output of the one before (names both, with shapes).
+        """
+        found: dict[str, LayerSpec] = {}
+        before, x = "the batch", jax.tree.map(spec_of, inputs)
+        for layer_id, layer in self.layers.items():
+            try:
+                params, state = jax.eval_shape(layer.init, _KEY, x)
+                y, _ = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, _KEY)
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {_first_line(error)}; "
+                    f"make the output of '{before}' fit the input of '{layer_id}'"
+                ) from error
+            _refuse_untrainable(layer_id, params)
+            found[layer_id] = LayerSpec(params, state, y)
+            before, x = layer_id, y
+        return found
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def spec_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array (NumPy's or JAX's)."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
+
+
+def describe(tree: Tree) -> str:
+    """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    words = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
+    return ", ".join(words) if words else "nothing"
+
+
+def _fold(key: jax.Array, layer_id: str) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(layer_id.encode()))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+
+
+def _refuse_untrainable(layer_id: str, params: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            name = f"{layer_id}{jax.tree_util.keystr(path)}"
+            raise InputError(f"parameter {name} is {leaf.dtype}: only floating-point parameters can be trained; make it layer state")
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def _adapt(layer_id: str, layer: Any) -> Layer:
+    if isinstance(layer, Layer):
+        return layer
+    if isinstance(layer, linen.Module):
+        return _linen(layer)
+    if isinstance(layer, nnx.Module):
+        raise InputError(
+            f"layer '{layer_id}' is an NNX module that is built already; give its constructor instead, "
+            f"lambda rngs: {type(layer).__name__}(..., rngs=rngs), so that planning allocates nothing"
+        )
+    if callable(layer):
+        return _nnx(layer_id, layer) if _has_parameter(layer, "rngs") else _function(layer)
+    raise InputError(
+        f"layer '{layer_id}' is {type(layer).__name__}; expected an NNX constructor (a callable with a parameter 'rngs'), "
+        "a Linen module, a function of the input, or a jpipe.Layer"
+    )
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, type):  # a class: flax's metaclass hides the signature of its constructor
+        function = function.__init__
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
+        return False
+
+
+def _function(function: Callable[[Tree], Tree]) -> Layer:
+    return Layer(init=lambda key, x: ({}, {}), apply=lambda params, state, x, key, train: (function(x), state))
+
+
+def _linen(module: linen.Module) -> Layer:
+    takes_train = _has_parameter(type(module).__call__, "train")
+
+    def run(variables: Tree, x: Tree, train: bool, **kwargs: Any) -> Any:
+        return module.apply(variables, x, **({"train": train} if takes_train else {}), **kwargs)
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
+        state = dict(module.init(keys, x, **({"train": True} if takes_train else {})))
+        return state.pop("params", {}), state
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        rngs = {"dropout": key} if key is not None else {}
+        variables = {"params": params, **state}
+        if not train or not state:
+            return run(variables, x, train, rngs=rngs), state
+        y, new_state = run(variables, x, train, rngs=rngs, mutable=list(state))
+        return y, {**state, **new_state}
+
+    # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
+    return Layer(init, apply, stochastic=takes_train, owner=module)
+
+
+def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
+    def build(key: jax.Array) -> nnx.Module:
+        return constructor(rngs=nnx.Rngs(key))
+
+    def split(module: nnx.Module) -> Any:
+        return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+    try:
+        module = nnx.eval_shape(build, _KEY)
+    except Exception as error:
+        raise InputError(f"layer '{layer_id}': its constructor fails: {_first_line(error)}") from error
+    if not isinstance(module, nnx.Module):
+        raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+    graphs = {}
+    for train in (False, True):  # in this order: the module is left in training mode
+        module.train() if train else module.eval()
+        graphs[train], *abstract = split(module)
+    params_form, rng_form, state_form = (jax.tree.structure(part) for part in abstract)
+    rng_specs = jax.tree.leaves(abstract[1])
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        _, params, _, state = split(build(key))
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+    def rng_state(key: jax.Array | None) -> list[jax.Array]:
+        """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
+        base = jax.random.key(0) if key is None else key  # in evaluation nothing is drawn
+        return [
+            jax.random.fold_in(base, i) if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key) else jnp.zeros(spec.shape, spec.dtype)
+            for i, spec in enumerate(rng_specs)
+        ]
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        parts = (
+            jax.tree.unflatten(params_form, jax.tree.leaves(params)),
+            jax.tree.unflatten(rng_form, rng_state(key)),
+            jax.tree.unflatten(state_form, jax.tree.leaves(state)),
+        )
+        module = nnx.merge(graphs[train], *parts)
+        y = module(x)
+        return y, nnx.to_pure_dict(split(module)[3]) if train else state
+
+    return Layer(init, apply, stochastic=bool(rng_specs))
+
+
+def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
+    """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
+    seen: dict[int, str] = {}
+    alive = []  # keeps the built modules alive, so that an id() is not used twice
+    for layer_id, layer in layers.items():
+        if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer) or not _has_parameter(layer, "rngs"):
+            continue
+
+        def record(key: jax.Array, layer_id: str = layer_id, layer: Any = layer) -> None:
+            module = layer(rngs=nnx.Rngs(key))
+            alive.append(module)
+            for path, node in nnx.iter_graph(module):
+                if not isinstance(node, nnx.Param):
+                    continue
+                if seen.setdefault(id(node), layer_id) != layer_id:
+                    name = ".".join(str(part) for part in path)
+                    raise _shared(seen[id(node)], layer_id, name)
+
+        try:
+            jax.eval_shape(record, _KEY)
+        except InputError:
+            raise
+        except Exception:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
+            continue
+
+
+def _refuse_shared_owners(layers: Mapping[str, Layer]) -> None:
+    seen: dict[int, str] = {}
+    for layer_id, layer in layers.items():
+        if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:
+            raise _shared(seen[id(layer.owner)], layer_id, type(layer.owner).__name__)
+
+
+def _shared(first: str, second: str, name: str) -> InputError:
+    return InputError(
+        f"layers '{first}' and '{second}' share the parameter or module '{name}'; shared parameters (tied weights) are not supported, "
+        f"because two stages would train two copies of it; give '{second}' its own (for a Linen module: module.clone())"
+    )

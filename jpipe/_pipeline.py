@@ -1,0 +1,326 @@
+"""The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jpipe._compile import CompiledStage, compile_evaluation, compile_stages
+from jpipe._errors import InputError
+from jpipe._layers import LayerStack, describe, spec_of
+from jpipe._lower import lower, lower_evaluation
+from jpipe._plan import Plan
+from jpipe._program import Program
+from jpipe._runtime import Observer, run
+from jpipe._stage import Loss, Specs, StageFunctions
+from jpipe._state import State, WorkerState
+from jpipe._transport import to_host
+from jpipe.schedules import SCHEDULES
+
+Tree = Any
+Batch = tuple[Tree, Tree]
+
+
+class Metrics(NamedTuple):
+    """What a step finished, as arrays that are not waited for: `float(…)` of one waits.
+
+    Attributes:
+        losses: mean loss of each batch that was finished, by batch index.
+        weights: total weight of each of those batches.
+    """
+
+    losses: dict[int, jax.Array]
+    weights: dict[int, jax.Array]
+
+
+class Evaluation(NamedTuple):
+    """Mean `loss` over a total `weight`, at weights `version` (updates applied) in all stages."""
+
+    loss: jax.Array
+    weight: jax.Array
+    version: int
+
+
+class Pipeline:
+    """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
+
+    Args:
+        stack: the model.
+        plan: stages, schedule, microbatches, recomputation.
+        loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
+            its total weight, so microbatches with padding or masks count for what they hold.
+        optimizer: any optax transformation that treats every layer by itself; it is given one layer at a time, as
+            `{layer id: params}`.
+        devices: where the stages run, one after the other; by default the plan's placement among the local devices, or all of
+            them in order, several stages to a device where there are too few.
+
+    Raises:
+        InputError: the plan does not fit the model or the devices.
+
+    Example:
+        >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
+        >>> plan = Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
+        >>> pipe = Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(0.1))
+        >>> batch = np.ones((4, 1), np.float32), np.zeros((4, 1), np.float32)
+        >>> state = pipe.init(jax.random.key(0), batch)
+        >>> state, metrics = pipe.step(state, batch)
+        >>> {t: float(loss) for t, loss in metrics.losses.items()}
+        {0: 9.0}
+    """
+
+    def __init__(
+        self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
+    ) -> None:
+        plan.check_layers(stack.ids)
+        if any(stage.replicas > 1 for stage in plan.stages):
+            raise InputError("plan: replicas above 1 are not supported yet; use 1 replica a stage")
+        self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
+        self._given_devices = None if devices is None else tuple(devices)
+        self._spec: Batch | None = None
+        self._stages: list[CompiledStage] = []
+        self._programs: dict[tuple[int, int, bool], Program] = {}
+
+    # What a user calls -------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Batch) -> None:
+        """Refuse what would not run with batches like this one; touches no device.
+
+        Raises:
+            InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit.
+        """
+        self._functions(batch)
+
+    def init(self, key: jax.Array, batch: Batch) -> State:
+        """Fresh weights on their devices, and everything compiled for batches like this one.
+
+        Args:
+            key: seed of initialization and dropout.
+            batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
+        """
+        functions = self._functions(batch)
+        first_steps = [self._program(since, since, False)[0] for since in range(2 * self._horizon + 1)]
+        drains = [self._program(since, since, True)[0] for since in range(2 * self._horizon + 1)]
+        restarts = [self._program(since, 2 * self._horizon, drain)[0] for since in range(self._horizon) for drain in (False, True)]
+        self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), first_steps + drains + restarts)
+        self._spec = _microbatch_spec(batch, self.plan.microbatches)
+        self.__dict__.pop("_evaluations", None)
+        return State(tuple(self._init_worker(stage, key) for stage in self._stages), batch=0, start=0)
+
+    def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
+        """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
+
+        Asynchronous schedules do not finish all of it: the rest stays in flight in the state.
+
+        Args:
+            state: used up; use the returned one from here on.
+            batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches.
+            observe: called with each instruction after it is dispatched.
+
+        Returns:
+            The next state, and the losses of the batches that this step finished.
+
+        Raises:
+            InputError: a state that was used already, or a batch unlike the one given to `init`.
+        """
+        self._check_state(state)
+        spec = _microbatch_spec(batch, self.plan.microbatches)
+        if spec != self._spec:
+            raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(spec)}")
+        since = state.batch - state.start
+        program, shift = self._program(since, state.batch, False)
+        workers, finished = self._run(program, shift, state.workers, batch, observe)
+        start = state.batch + 1 if SCHEDULES[self.plan.schedule].flushes else state.start
+        return State(workers, state.batch + 1, start), _metrics(finished)
+
+    def drain(self, state: State, *, observe: Observer | None = None) -> State:
+        """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers."""
+        self._check_state(state)
+        if state.start == state.batch:
+            return state
+        program, shift = self._program(state.batch - state.start, state.batch, True)
+        workers, _ = self._run(program, shift, state.workers, None, observe)
+        return State(workers, state.batch, state.batch)
+
+    def evaluate(self, state: State, batch: Batch) -> Evaluation:
+        """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
+
+        The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
+        of the state is drained, which costs that memory for the time of the call. Compiled at its first use.
+
+        Args:
+            state: any state that is not used up.
+            batch: as in `step`, of any number of microbatches of the size that `init` saw.
+        """
+        self._check_state(state)
+        rows_each = _rows(self._spec)
+        count = _count_microbatches(batch, rows_each)
+        if _microbatch_spec(batch, count) != self._spec:
+            raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(batch)}")
+        state = self._settled(state)
+        version = min(worker.latest for worker in state.workers)
+        stages = [dataclasses.replace(stage, calls={"evaluate": call}) for stage, call in zip(self._stages, self._evaluations, strict=True)]
+        program = lower_evaluation(self.plan, count, version)
+        host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
+        workers = [dataclasses.replace(worker, buffers={}) for worker in state.workers]
+        _, finished = run(program, 0, stages, workers, host, rows_each)
+        loss, weight = _mean(list(finished.values()))
+        return Evaluation(loss, weight, version)
+
+    def params(self, state: State) -> dict[str, Tree]:
+        """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
+
+        They are copies: the next step may write into the memory of the originals.
+        """
+        self._check_state(state)
+        state = self._settled(state)
+        version = min(worker.latest for worker in state.workers)
+        return {layer_id: _copy(p) for worker in state.workers for layer_id, p in worker.versions[version].items()}
+
+    @cached_property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of each stage."""
+        if self._given_devices is not None:
+            if len(self._given_devices) != self.plan.depth:
+                raise InputError(f"devices: expected {self.plan.depth}, one for each stage, found {len(self._given_devices)}")
+            return self._given_devices
+        local = jax.local_devices()
+        if self.plan.placement is None:
+            return tuple(local[s * min(len(local), self.plan.depth) // self.plan.depth] for s in range(self.plan.depth))
+        numbers = [replicas[0] for replicas in self.plan.placement]
+        if max(numbers) >= len(local):
+            raise InputError(f"plan: placement names device {max(numbers)}, but there are {len(local)} local devices (0 to {len(local) - 1})")
+        return tuple(local[n] for n in numbers)
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _functions(self, batch: Batch) -> list[StageFunctions]:
+        inputs, labels = _microbatch_spec(batch, self.plan.microbatches)
+        layers = self.stack.specs(inputs)
+        functions = []
+        x = inputs
+        for s, stage in enumerate(self.plan.stages):
+            first, last = s == 0, s == self.plan.depth - 1
+            draw = (jax.ShapeDtypeStruct((), np.uint32), _KEY) if self.stack.is_stochastic(stage.layers) else (None, None)
+            params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+            state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
+            specs = Specs(params, state, x, labels if last else None, draw)
+            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, self.optimizer, specs))
+            x = layers[stage.layers[-1]].output
+        _check_loss(functions[-1], x, labels)
+        return functions
+
+    def _init_worker(self, stage: CompiledStage, key: jax.Array) -> WorkerState:
+        f, device = stage.functions, stage.device
+        key = jax.device_put(key, device)
+        params, state = {}, {}
+        x = f.specs.x
+        for layer_id in f.stage.layers:
+            make = _initializer(f.stack, layer_id, x)  # a layer at a time, so that the bits do not depend on the cut
+            params[layer_id], state[layer_id] = jax.device_put(make(key), device)
+            x = jax.eval_shape(lambda p, s, v, k, i=layer_id: f.stack.layers[i].apply(p, s, v, k, True)[0], params[layer_id], state[layer_id], x, _KEY)
+        optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), device)
+        return WorkerState({0: params}, optimizer, state, sums, {}, key)
+
+    @cached_property
+    def _horizon(self) -> int:
+        """After so many batches since the pipeline was empty, every step runs the same program, shifted."""
+        in_flight = SCHEDULES[self.plan.schedule].in_flight(self.plan, 0)
+        return -(-(in_flight - 1) // self.plan.microbatches) + 1
+
+    def _program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
+        """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
+        since, model_batch = min(since, self._horizon), min(batch, 2 * self._horizon)
+        name = since, model_batch, drain
+        if name not in self._programs:
+            stop = model_batch if drain else model_batch + 1
+            self._programs[name] = lower(self.plan, stop, begin=model_batch, start=model_batch - since, drain=drain)
+        return self._programs[name], batch - model_batch
+
+    def _run(
+        self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
+    ) -> tuple[tuple[WorkerState, ...], dict[int, tuple[jax.Array, jax.Array]]]:
+        host = {} if batch is None else dict(zip(("inputs", "labels"), to_host(batch), strict=True))
+        return run(program, shift, self._stages, workers, host, _rows(self._spec), observe)
+
+    def _check_state(self, state: State) -> None:
+        if not isinstance(state, State):
+            raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
+        if self._spec is None or len(state.workers) != len(self._stages):
+            raise InputError("state: this pipeline did not make it; call init first")
+        if any(worker.sums["weight"].is_deleted() for worker in state.workers):
+            raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
+
+    def _settled(self, state: State) -> State:
+        """The state itself if all stages hold a common version, else a drained copy of it."""
+        version = min(worker.latest for worker in state.workers)
+        if all(version in worker.versions for worker in state.workers):
+            return state
+        return self.drain(_copy(state))
+
+    @cached_property
+    def _evaluations(self) -> list[jax.stages.Compiled]:
+        return [compile_evaluation(stage.functions, stage.device) for stage in self._stages]
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def _microbatch_spec(batch: Batch, count: int) -> Batch:
+    """Shapes and dtypes of one of `count` microbatches."""
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        raise InputError(f"batch: expected a tuple (inputs, labels), found {type(batch).__name__}")
+    leaves = jax.tree.leaves(batch)
+    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise InputError(f"batch: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
+    size = sizes.pop()
+    if size == 0 or size % count:
+        raise InputError(f"batch: expected a number of rows divisible by {count} microbatches, found {size}; change the batch size or microbatches")
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), spec_of(leaf).dtype), batch)
+
+
+def _count_microbatches(batch: Batch, rows_each: int) -> int:
+    size = _rows(_microbatch_spec(batch, 1))
+    if size % rows_each:
+        raise InputError(f"batch: expected a number of rows divisible by the microbatch size {rows_each}, found {size}")
+    return size // rows_each
+
+
+def _rows(spec: Tree) -> int:
+    return jax.tree.leaves(spec)[0].shape[0]
+
+
+def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
+    try:
+        jax.eval_shape(last._loss_of, outputs, labels)
+    except InputError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
+            f"it says: {type(error).__name__}: {line}"
+        ) from error
+
+
+def _initializer(stack: LayerStack, layer_id: str, x: Tree) -> Any:
+    return jax.jit(lambda key: stack.init_layer(layer_id, key, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)))
+
+
+def _metrics(finished: dict[int, tuple[jax.Array, jax.Array]]) -> Metrics:
+    return Metrics({t: loss for t, (loss, _) in finished.items()}, {t: weight for t, (_, weight) in finished.items()})
+
+
+@jax.jit
+def _mean(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    total, weight = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    return total / jnp.where(weight == 0, 1, weight), weight
+
+
+def _copy(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.copy, tree)

@@ -1,0 +1,174 @@
+"""What to run, as plain JSON data: stages, schedule, microbatches, recomputation. It has no algorithm; it only refuses what cannot run."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from jpipe._errors import InputError, explain, nearest
+from jpipe.schedules import SCHEDULES
+
+FORMAT = "jpipe-plan/1"
+RECOMPUTE = (
+    "none",
+    "full",
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+"""Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
+
+
+class Stage(pydantic.BaseModel):
+    """Consecutive layers, by id, that one worker (or several replicas of it) runs.
+
+    Attributes:
+        layers: ids of the layers, in order.
+        replicas: number of workers that share the stage.
+        recompute: one of `RECOMPUTE`.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    replicas: Annotated[int, Field(ge=1)] = 1
+    recompute: str = "none"
+
+    @pydantic.field_validator("recompute")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        if name not in RECOMPUTE:
+            raise ValueError(f"unknown recomputation policy '{name}'; {nearest(name, RECOMPUTE)}")
+        return name
+
+
+class Plan(pydantic.BaseModel):
+    """Stages, schedule, microbatches and recomputation of one run. A plan that exists is legal for its schedule.
+
+    Attributes:
+        schedule: a name of `jpipe.SCHEDULES`.
+        microbatches: m, the number of microbatches between two updates.
+        stages: every layer exactly once, in order, cut anywhere.
+        extra_in_flight: additional microbatches in flight a link (0: n_s = d - s), to hide the latency of slow links.
+        vertical_sync: for `pipedream`: every stage reads the version that the first stage read.
+        placement: for each stage the device number of each of its replicas; None: in order.
+
+    Raises:
+        InputError: any part that is wrong, with what was expected.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["jpipe-plan/1"] = FORMAT
+    schedule: str
+    microbatches: Annotated[int, Field(ge=1)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+    extra_in_flight: Annotated[int, Field(ge=0)] = 0
+    vertical_sync: bool = False
+    placement: Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)] | None = None
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise explain(error, Plan, "plan") from None
+
+    @pydantic.model_validator(mode="after")
+    def _legal(self) -> Self:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule '{self.schedule}'; {nearest(self.schedule, SCHEDULES)}")
+        owner: dict[str, int] = {}
+        for s, stage in enumerate(self.stages):
+            for layer_id in stage.layers:
+                if layer_id in owner:
+                    raise ValueError(f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once")
+                owner[layer_id] = s
+        if self.placement is not None:
+            found, expected = [len(devices) for devices in self.placement], [stage.replicas for stage in self.stages]
+            if found != expected:
+                raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ValueError(f"vertical_sync is an option of the schedule 'pipedream', found schedule '{self.schedule}'; remove it")
+        complaint = SCHEDULES[self.schedule].complaint(self)
+        if complaint:
+            raise ValueError(complaint)
+        return self
+
+    @property
+    def depth(self) -> int:
+        """d, the number of stages."""
+        return len(self.stages)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layer ids, in order."""
+        return tuple(layer_id for stage in self.stages for layer_id in stage.layers)
+
+    @classmethod
+    def even(
+        cls, layers: Sequence[str], num_stages: int, schedule: str, microbatches: int, *, recompute: str | Sequence[str] = "none", **fields: Any
+    ) -> "Plan":
+        """A plan whose stages hold equally many layers (the first ones take the remainder).
+
+        Args:
+            layers: all layer ids in order.
+            num_stages: number of stages, at most the number of layers.
+            schedule: a name of `jpipe.SCHEDULES`.
+            microbatches: microbatches an update.
+            recompute: a policy for all stages, or one for each.
+            **fields: the other fields of `Plan`.
+        """
+        if not 1 <= num_stages <= len(layers):
+            raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
+        policies = [recompute] * num_stages if isinstance(recompute, str) else list(recompute)
+        if len(policies) != num_stages:
+            raise InputError(f"plan: expected one recomputation policy for all or one for each of {num_stages} stages, found {len(policies)}")
+        size, rest = divmod(len(layers), num_stages)
+        starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
+        stages = [
+            {"layers": tuple(layers[a:b]), "recompute": policy}
+            for a, b, policy in zip(starts, starts[1:], policies, strict=False)  # the last start is an end only
+        ]
+        return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
+
+    def check_layers(self, ids: Sequence[str]) -> None:
+        """Raise InputError unless the plan holds exactly the layers `ids`, in this order."""
+        missing = [layer_id for layer_id in ids if layer_id not in self.layers]
+        unknown = [layer_id for layer_id in self.layers if layer_id not in ids]
+        if missing:
+            raise InputError(f"plan: layer '{missing[0]}' of the model is in no stage; add it to one")
+        if unknown:
+            raise InputError(f"plan: layer '{unknown[0]}' is not in the model; {nearest(unknown[0], ids)}")
+        for found, expected in zip(self.layers, ids, strict=True):
+            if found != expected:
+                raise InputError(f"plan: the stages hold layer '{found}' where the model has '{expected}'; keep the model's order")
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reads it back."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> "Plan":
+        """Read a plan from JSON text; `where` names the source in error messages.
+
+        Raises:
+            InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{where}: expected a plan as JSON, found text that is none or is cut off at line {error.lineno}, column {error.colno} ({error.msg})"
+            ) from None
+        except RecursionError:
+            raise InputError(f"{where}: expected a plan as JSON, found text nested too deeply") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected a JSON object with \"format\": \"{FORMAT}\", found {found!r}; is this a plan of jpipe?")
+        try:
+            return cls.model_validate(data)
+        except pydantic.ValidationError as error:
+            raise explain(error, cls, where) from None

@@ -1,0 +1,111 @@
+"""Which arrays a backward needs from its forward: never the weights, nothing computed from weights alone, nothing twice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+Tree = Any
+
+
+class Source(NamedTuple):
+    """Where the backward finds one leaf of the VJP.
+
+    `saved`: position among the arrays the forward returns for it. `argument`: the leaf is an argument of the forward, at
+    this position among its flattened (state, x, labels). `output`: likewise among its flattened (y, new state).
+    `weights`: computed from weights, constants and the random key alone; the backward computes it again.
+    """
+
+    kind: Literal["saved", "argument", "output", "weights"]
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The plan for one stage: a source for each leaf of its VJP, and which arguments and outputs are kept until the backward."""
+
+    sources: tuple[Source, ...]
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def saved(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Of the VJP's leaves, those that the forward must return: each array once, in order of first use."""
+        kept: dict[int, jax.Array] = {}
+        for source, leaf in zip(self.sources, leaves, strict=True):
+            if source.kind == "saved":
+                kept.setdefault(source.position, leaf)
+        return tuple(kept.values())
+
+    def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Of (state, x, labels) and (y, new state), the arrays kept until the backward."""
+        kept_arguments: tuple[jax.Array, ...] = ()
+        kept_outputs: tuple[jax.Array, ...] = ()
+        if self.arguments:
+            leaves = jax.tree.leaves(arguments)
+            kept_arguments = tuple(leaves[i] for i in self.arguments)
+        if self.outputs:
+            leaves = jax.tree.leaves(outputs)
+            kept_outputs = tuple(leaves[i] for i in self.outputs)
+        return kept_arguments, kept_outputs
+
+
+def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, draw: Tree) -> Residuals:
+    """Trace `forward(params, arguments, draw) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
+
+    `jax.vjp` alone would keep the weights once per microbatch, and cast copies of them too. A leaf that no argument reaches
+    is therefore left out. `draw` is (microbatch, key) or Nones: the backward is given it again.
+    """
+    closed = jax.make_jaxpr(forward)(params, arguments, draw)
+    jaxpr = closed.jaxpr
+    count = [len(jax.tree.leaves(part)) for part in (params, arguments, draw)]
+    reached = _reached(jaxpr, [False] * count[0] + [True] * (count[1] + count[2]))
+    argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
+    draws = set(jaxpr.invars[count[0] + count[1] :])
+    leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, draw)[0]))
+    output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not _is_literal(var)}
+    saved: dict[Any, int] = {}
+    sources = []
+    for var, is_reached in zip(jaxpr.outvars[leaves_from:], reached[leaves_from:], strict=True):
+        if not is_reached or var in draws:
+            sources.append(Source("weights"))
+        elif var in argument_of:
+            sources.append(Source("argument", argument_of[var]))
+        elif var in output_of:
+            sources.append(Source("output", output_of[var]))
+        else:
+            sources.append(Source("saved", saved.setdefault(var, len(saved))))
+    arguments_kept = tuple(sorted({s.position for s in sources if s.kind == "argument"}))
+    outputs_kept = tuple(sorted({s.position for s in sources if s.kind == "output"}))
+    return Residuals(tuple(sources), arguments_kept, outputs_kept)
+
+
+def restore_leaves(residuals: Residuals, leaves: Sequence[Any], kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> list[Any]:
+    """The VJP's leaves for the backward: `leaves` as traced again where only weights matter, else what the forward left."""
+    arguments = dict(zip(residuals.arguments, kept[0], strict=True))
+    outputs = dict(zip(residuals.outputs, kept[1], strict=True))
+    found = {"argument": arguments, "output": outputs, "saved": saved}
+    return [
+        leaf if source.kind == "weights" else found[source.kind][source.position]
+        for leaf, source in zip(leaves, residuals.sources, strict=True)
+    ]
+
+
+def _is_literal(var: Any) -> bool:
+    return hasattr(var, "val")
+
+
+def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr, whether any of the inputs marked True reaches it (nested calls looked into)."""
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+    for equation in jaxpr.eqns:
+        marks = [not _is_literal(var) and var in marked for var in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        same_form = hasattr(inner, "eqns") and len(inner.invars) == len(marks) and len(inner.outvars) == len(equation.outvars)
+        if same_form and equation.primitive.name not in ("scan", "while"):  # loops feed outputs back: take them as one
+            results = _reached(inner, marks)
+        else:
+            results = [any(marks)] * len(equation.outvars)
+        marked.update(var for var, mark in zip(equation.outvars, results, strict=True) if mark)
+    return [not _is_literal(var) and var in marked for var in jaxpr.outvars]

@@ -1,0 +1,161 @@
+"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule by name and reads no configuration."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe._compile import CompiledStage, update_kind
+from jpipe._program import (
+    Backward,
+    Evaluate,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    Load,
+    Program,
+    Receive,
+    Release,
+    Send,
+    Update,
+)
+from jpipe._state import WorkerState
+from jpipe._transport import LocalTransport, rows
+
+Tree = Any
+Observer = Callable[[Instruction], None]
+
+
+def run(
+    program: Program,
+    shift: int,
+    stages: Sequence[CompiledStage],
+    states: Sequence[WorkerState],
+    batches: dict[str, Tree],
+    rows_each: int,
+    observe: Observer | None = None,
+) -> tuple[tuple[WorkerState, ...], dict[int, tuple[jax.Array, jax.Array]]]:
+    """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
+
+    Args:
+        program: what to run.
+        shift: batches to add to every batch and version of the program, and m times as many microbatches.
+        stages: one for each worker.
+        states: one for each worker; donated, not to be used again.
+        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
+        rows_each: rows of one microbatch.
+        observe: called after each instruction is dispatched.
+
+    Returns:
+        The new states, and (mean loss, weight) of each batch that was finished, without waiting for any of it.
+    """
+    transport = LocalTransport([stage.device for stage in stages])
+    first = program.begin * program.plan.microbatches
+    workers = [
+        _Worker(stage, state, transport, shift, shift * program.plan.microbatches) for stage, state in zip(stages, states, strict=True)
+    ]
+    for instruction in program.instructions:
+        worker = workers[instruction.worker]
+        if type(instruction) is Load:
+            row = (instruction.microbatch - first) * rows_each
+            worker.load(instruction, rows(batches[instruction.data], row, row + rows_each))
+        else:
+            _METHODS[type(instruction)](worker, instruction)
+        if observe is not None:
+            observe(instruction)
+    return tuple(worker.state() for worker in workers), workers[-1].finished
+
+
+class _Worker:
+    """A worker while a program runs: its state unpacked, and a method for each type of instruction."""
+
+    def __init__(self, stage: CompiledStage, state: WorkerState, transport: LocalTransport, shift: int, microbatch_shift: int) -> None:
+        self.calls, self.transport = stage.calls, transport
+        self.residuals = stage.functions.residuals
+        self.last, self.first = stage.functions.last, stage.functions.first
+        self.stochastic = stage.functions.specs.draw[1] is not None
+        self.shift, self.microbatch_shift = shift, microbatch_shift
+        self.versions, self.buffers = dict(state.versions), dict(state.buffers)
+        self.optimizer, self.layer_state, self.sums, self.key = state.optimizer, state.layer_state, state.sums, state.key
+        self.finished: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def state(self) -> WorkerState:
+        return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
+
+    def draw(self, k: int) -> tuple[Any, Any]:
+        return (np.uint32(k), self.key) if self.stochastic else (None, None)
+
+    def load(self, i: Load, data: Tree) -> None:
+        self.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, data)
+
+    def forward(self, i: Forward) -> None:
+        k = i.microbatch + self.microbatch_shift
+        x, labels, before = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k), None), self.layer_state
+        y, self.layer_state, saved = self.calls["forward"](self.versions[i.version + self.shift], before, x, labels, self.draw(k))
+        self.buffers["residuals", k] = self.residuals.keep((before, x, labels), (y, self.layer_state)), saved
+        self.buffers["message" if self.last else "output", k] = y
+
+    def backward(self, i: Backward) -> None:
+        k = i.microbatch + self.microbatch_shift
+        kept, saved = self.buffers.pop(("residuals", k))
+        message, self.sums = self.calls["backward"](
+            self.versions[i.version + self.shift], kept, saved, self.buffers.pop(("message", k)), self.sums, self.draw(k)
+        )
+        if not self.first:
+            self.buffers["gradient", k] = message
+
+    def forward_backward(self, i: ForwardBackward) -> None:
+        k = i.microbatch + self.microbatch_shift
+        message, self.sums, self.layer_state = self.calls["forward_backward"](
+            self.versions[i.version + self.shift],
+            self.layer_state,
+            self.buffers.pop(("inputs", k)),
+            self.buffers.pop(("labels", k)),
+            self.sums,
+            self.draw(k),
+        )
+        if not self.first:
+            self.buffers["gradient", k] = message
+
+    def send(self, i: Send) -> None:
+        k = i.microbatch + self.microbatch_shift
+        buffer = self.buffers.pop(("output" if i.message == "activation" else "gradient", k))
+        self.transport.send(i.to, i.message, k, buffer)
+
+    def receive(self, i: Receive) -> None:
+        k = i.microbatch + self.microbatch_shift
+        self.buffers["inputs" if i.message == "activation" else "message", k] = self.transport.receive(i.worker, i.message, k)
+
+    def update(self, i: Update) -> None:
+        batch, kind = i.batch + self.shift, update_kind(i)
+        params = self.versions[batch]
+        retired = () if i.retires is None else (self.versions.pop(i.retires + self.shift),)
+        memory = retired if kind == "into_retired" else ()
+        self.versions[batch + 1], self.optimizer, self.sums, loss, weight = self.calls[kind](*memory, params, self.optimizer, self.sums)
+        if self.last:
+            self.finished[batch] = loss, weight
+
+    def release(self, i: Release) -> None:
+        del self.versions[i.version + self.shift]
+
+    def evaluate(self, i: Evaluate) -> None:
+        k = i.microbatch + self.microbatch_shift
+        x, labels = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k), None)
+        y = self.calls["evaluate"](self.versions[i.version + self.shift], self.layer_state, x, labels)
+        if self.last:
+            self.finished[k] = y
+        else:
+            self.buffers["output", k] = y
+
+
+_METHODS: dict[type, Callable[[_Worker, Any], None]] = {
+    Forward: _Worker.forward,
+    Backward: _Worker.backward,
+    ForwardBackward: _Worker.forward_backward,
+    Send: _Worker.send,
+    Receive: _Worker.receive,
+    Update: _Worker.update,
+    Release: _Worker.release,
+    Evaluate: _Worker.evaluate,
+}

@@ -1,0 +1,181 @@
+"""One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jpipe._errors import InputError
+from jpipe._layers import LayerStack, describe
+from jpipe._plan import Stage
+from jpipe._residuals import Residuals, find_residuals, restore_leaves
+
+Tree = Any
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and the random draw."""
+
+    params: Tree
+    state: Tree
+    x: Tree
+    labels: Tree
+    draw: tuple[Any, Any]
+
+    @property
+    def arguments(self) -> tuple[Tree, Tree, Tree]:
+        """(state, x, labels): what a forward reads besides the weights."""
+        return self.state, self.x, self.labels
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The computations of one stage, as pure functions of pytrees.
+
+    Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
+    (sum of the losses, weight). `draw` is (microbatch, key), or (None, None) where nothing is random. A gradient message
+    is (gradient of the floating-point leaves of y, weight of the microbatch): the weight rides with the gradients to all
+    stages, because every one of them divides by the weight of the batch. `sums` are what a batch accumulates:
+    gradients, weight and, at the last stage, the loss.
+
+    Attributes:
+        stack: the model.
+        stage: which layers, and how they are recomputed.
+        first, last: whether it is the first or the last stage.
+        loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
+        optimizer: applied to each layer by itself, so that its state is keyed by layer id.
+        specs: shapes and dtypes for one microbatch.
+    """
+
+    stack: LayerStack
+    stage: Stage
+    first: bool
+    last: bool
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    specs: Specs
+
+    def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
+        """(y, new state, arrays saved for the backward)."""
+        (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), draw)
+        return y, new_state, self.residuals.saved(leaves)
+
+    def backward(self, params: Tree, kept: Any, saved: Tree, message: tuple[Tree, jax.Array], sums: Tree, draw: tuple[Any, Any]) -> Any:
+        """(gradient message for the stage before, sums with this microbatch added)."""
+        blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
+        leaves, form = jax.tree.flatten(blank)
+        for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
+            leaves[position] = leaf
+        # Traced a second time for the leaves that only depend on the weights; XLA drops all the rest of this forward.
+        _, vjp = self._linearize(params, jax.tree.unflatten(form, leaves), draw)
+        vjp_leaves, vjp_form = jax.tree.flatten(vjp)
+        vjp = jax.tree.unflatten(vjp_form, restore_leaves(self.residuals, vjp_leaves, kept, saved))
+        return self._pull_back(vjp, message, sums)
+
+    def forward_backward(self, params: Tree, state: Tree, x: Tree, labels: Tree, sums: Tree, draw: tuple[Any, Any]) -> tuple[Any, Tree, Tree]:
+        """The last stage's forward and backward in one: (gradient message, sums, new state)."""
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), draw)
+        message, sums = self._pull_back(vjp, y, sums)
+        return message, sums, new_state
+
+    def update(self, params: Tree, optimizer_state: Tree, sums: Tree) -> tuple[Tree, Tree, Tree, jax.Array, jax.Array]:
+        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, mean loss, weight of the batch).
+
+        A batch whose weights are all zero teaches nothing: its gradient and its loss are zero.
+        """
+        weight = jnp.where(sums["weight"] == 0, jnp.ones_like(sums["weight"]), sums["weight"])
+        new_params, new_state = {}, {}
+        for layer_id, gradient in sums["gradients"].items():
+            mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
+            new_params[layer_id], new_state[layer_id] = self._update_layer(layer_id, mean, optimizer_state[layer_id], params[layer_id])
+        return new_params, new_state, jax.tree.map(jnp.zeros_like, sums), sums["loss"] / weight, sums["weight"]
+
+    def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
+        """The stage output in evaluation mode; at the last stage (sum of the losses, weight)."""
+        y, _ = self.stack.apply(self.stage.layers, params, state, x, key=None, microbatch=None, train=False)
+        return self._loss_of(y, labels) if self.last else y
+
+    def init_optimizer(self, params: Tree) -> Tree:
+        """Optimizer state of fresh parameters, keyed by layer id."""
+        return {layer_id: self.optimizer.init({layer_id: p}) for layer_id, p in params.items()}
+
+    def zero_sums(self, params: Tree) -> Tree:
+        """Sums of a batch of which nothing has been seen."""
+        zero = jnp.zeros((), self.loss_dtype)
+        return {"gradients": jax.tree.map(jnp.zeros_like, params), "weight": zero, "loss": zero}
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """What the backward takes over from the forward."""
+        return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
+
+    @property
+    def loss_dtype(self) -> Any:
+        """Losses and weights are summed in float32, or in float64 where JAX has it enabled."""
+        return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+        """((y, new state), the VJP of y's floating-point leaves with respect to params and x's)."""
+        state, x, labels = arguments
+        microbatch, key = draw
+        leaves, form = jax.tree.flatten(x)
+        moving = [] if self.first else [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+
+        def stage(params: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
+            filled = list(leaves)
+            for i, leaf in zip(moving, floats, strict=True):
+                filled[i] = leaf
+            x = jax.tree.unflatten(form, filled)
+            y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
+            if self.last:
+                total, weight = self._loss_of(y, labels)
+                return [total], ((total, weight), new_state)
+            return [leaf for leaf in jax.tree.leaves(y) if _is_float(leaf)], (y, new_state)
+
+        if self.stage.recompute == "full":
+            stage = jax.checkpoint(stage)
+        elif self.stage.recompute != "none":
+            stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
+        _, vjp, outputs = jax.vjp(stage, params, [leaves[i] for i in moving], has_aux=True)
+        return outputs, vjp
+
+    def _linearized_leaves(self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], list[Any]]:
+        outputs, vjp = self._linearize(params, arguments, draw)
+        return outputs, jax.tree.leaves(vjp)
+
+    def _pull_back(self, vjp: Any, message: tuple[Tree, jax.Array], sums: Tree) -> tuple[Any, Tree]:
+        """Apply the VJP to a gradient message, or at the last stage to its own (sum, weight); add up the gradients."""
+        upstream, weight = message
+        gradients, x_gradient = vjp([jnp.ones_like(upstream)] if self.last else upstream)
+        added = {
+            "gradients": jax.tree.map(jnp.add, sums["gradients"], gradients),
+            "weight": sums["weight"] + weight,
+            "loss": sums["loss"] + upstream if self.last else sums["loss"],
+        }
+        return (x_gradient, weight), added
+
+    def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
+        result = self.loss(outputs, labels)
+        if not (isinstance(result, tuple) and len(result) == 2 and all(jnp.shape(part) == () for part in result)):
+            found = describe(jax.tree.map(jax.typeof, result))
+            raise InputError(f"loss: expected (sum of the losses, weight), two scalars, found {found}; return losses.sum(), count")
+        total, weight = result
+        return jnp.asarray(total, self.loss_dtype), jax.lax.stop_gradient(jnp.asarray(weight, self.loss_dtype))
+
+    def _update_layer(self, layer_id: str, gradient: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        # optax's own adam mixes dtypes: strict promotion set by the user is for the user's code, not for optax's
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = self.optimizer.update({layer_id: gradient}, state, {layer_id: params})
+            return optax.apply_updates({layer_id: params}, updates)[layer_id], state
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,52 @@
+"""Everything that changes in a run, as one immutable pytree."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WorkerState:
+    """What one worker holds between two steps.
+
+    Attributes:
+        versions: weights by version, `{version: {layer id: params}}`: one entry for the schedules that flush, the stash of
+            PipeDream, current and shadow of 2BW. An entry exists once, however many microbatches in flight read it.
+        optimizer: optimizer state by layer id.
+        layer_state: state that forwards update (batch statistics), by layer id.
+        sums: gradients, weight and loss of the batch that is being accumulated.
+        buffers: activations, residuals and gradients in flight, by (kind, microbatch).
+        key: the random key of the run.
+    """
+
+    versions: dict[int, Tree]
+    optimizer: Tree
+    layer_state: Tree
+    sums: Tree
+    buffers: dict[tuple[str, int], Tree]
+    key: jax.Array
+
+    @property
+    def latest(self) -> int:
+        """The newest version, which the next update reads."""
+        return max(self.versions)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The state of a run, a pytree: `Pipeline.step` takes one, uses it up, and returns the next.
+
+    Attributes:
+        workers: one `WorkerState` for each worker.
+        batch: index of the next batch.
+        start: the batch before which the pipeline was last empty.
+    """
+
+    workers: tuple[WorkerState, ...]
+    batch: int = field(metadata={"static": True})
+    start: int = field(metadata={"static": True})

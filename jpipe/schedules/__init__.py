@@ -1,0 +1,15 @@
+"""The registry of schedules. A new schedule is a file of its own and one line here."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jpipe.schedules._schedule import Compute, Schedule
+from jpipe.schedules.gpipe import GPIPE
+from jpipe.schedules.naive import NAIVE
+from jpipe.schedules.pipedream import PIPEDREAM
+from jpipe.schedules.pipedream_2bw import PIPEDREAM_2BW
+from jpipe.schedules.pipedream_flush import PIPEDREAM_FLUSH
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({s.name: s for s in (NAIVE, GPIPE, PIPEDREAM_FLUSH, PIPEDREAM, PIPEDREAM_2BW)})
+
+__all__ = ["SCHEDULES", "Compute", "Schedule"]
