@@ -1,10 +1,51 @@
-"""jpipe: pipeline-parallel training for JAX and Flax."""
+"""jpipe: pipeline-parallel training for JAX and Flax.
 
+The names below stand in the order of the data flow: a model and a plan, the programs and their proof, then the run.
+"""
+
+from jpipe._costs import LayerCost, Link, StageCost, sum_layer_costs, unit_costs
+from jpipe._errors import InputError, explain, nearest
+from jpipe._grid import Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._layers import Layer, LayerStack
-from jpipe._plan import Plan, Stage
+from jpipe._lower import lower
 from jpipe._pipeline import Evaluation, Metrics, Pipeline
-from jpipe._state import State
-from jpipe.schedules import SCHEDULES
-from jpipe._errors import InputError
+from jpipe._plan import RECOMPUTE, Plan, Stage
+from jpipe._program import Program
+from jpipe._simulate import Prediction, ProgramError, simulate
+from jpipe._state import State, WorkerState
+from jpipe.schedules import SCHEDULES, Schedule
 
-__all__ = ["Layer", "LayerStack", "Plan", "Stage", "SCHEDULES", "Pipeline", "State", "Metrics", "Evaluation", "InputError"]
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 - in the order of the data flow
+    "Layer",
+    "LayerStack",
+    "Plan",
+    "Stage",
+    "RECOMPUTE",
+    "SCHEDULES",
+    "Schedule",
+    "Program",
+    "lower",
+    "LayerCost",
+    "StageCost",
+    "Link",
+    "sum_layer_costs",
+    "unit_costs",
+    "Prediction",
+    "ProgramError",
+    "simulate",
+    "Span",
+    "Timeline",
+    "to_ticks",
+    "format_grid",
+    "parse_grid",
+    "Pipeline",
+    "State",
+    "WorkerState",
+    "Metrics",
+    "Evaluation",
+    "InputError",
+    "explain",
+    "nearest",
+]

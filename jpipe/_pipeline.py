@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jpipe._compile import CompiledStage, compile_evaluation, compile_stages
+from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, spec_of
 from jpipe._lower import lower, lower_evaluation
@@ -166,7 +167,10 @@ class Pipeline:
         stages = [dataclasses.replace(stage, calls={"evaluate": call}) for stage, call in zip(self._stages, self._evaluations, strict=True)]
         program = lower_evaluation(self.plan, count, version)
         host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
-        workers = [dataclasses.replace(worker, buffers={}) for worker in state.workers]
+        workers = [
+            dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
+            for worker in state.workers
+        ]
         _, finished = run(program, 0, stages, workers, host, rows_each)
         loss, weight = _mean(list(finished.values()))
         return Evaluation(loss, weight, version)
@@ -180,6 +184,16 @@ class Pipeline:
         state = self._settled(state)
         version = min(worker.latest for worker in state.workers)
         return {layer_id: _copy(p) for worker in state.workers for layer_id, p in worker.versions[version].items()}
+
+    def costs(self, batch: Batch) -> tuple[StageCost, ...]:
+        """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; no device work.
+
+        Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled.
+        """
+        costs = [measure_bytes(f, f.stage.recompute != "none") for f in self._functions(batch)]
+        if self._stages:
+            costs = [dataclasses.replace(cost, temporary=stage.temporary_bytes) for cost, stage in zip(costs, self._stages, strict=True)]
+        return tuple(costs)
 
     @cached_property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -42,7 +42,7 @@ def run(
         program: what to run.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
         stages: one for each worker.
-        states: one for each worker; donated, not to be used again.
+        states: one for each worker; emptied, not to be used again.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
         rows_each: rows of one microbatch.
         observe: called after each instruction is dispatched.
@@ -76,8 +76,9 @@ class _Worker:
         self.last, self.first = stage.functions.last, stage.functions.first
         self.stochastic = stage.functions.specs.draw[1] is not None
         self.shift, self.microbatch_shift = shift, microbatch_shift
-        self.versions, self.buffers = dict(state.versions), dict(state.buffers)
-        self.optimizer, self.layer_state, self.sums, self.key = state.optimizer, state.layer_state, state.sums, state.key
+        own = state.taken()
+        self.versions, self.buffers, self.layer_state = own.versions, own.buffers, own.layer_state
+        self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
         self.finished: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def state(self) -> WorkerState:

@@ -30,6 +30,17 @@ class WorkerState:
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
 
+    def taken(self) -> "WorkerState":
+        """The same content in dicts of its own; the dicts of this one are emptied.
+
+        The caller of a step still has a name for the old state while the step runs: without this, that name would keep
+        everything that was in flight, and every retired version, alive until the step returns.
+        """
+        moved = WorkerState(dict(self.versions), self.optimizer, dict(self.layer_state), self.sums, dict(self.buffers), self.key)
+        for held in (self.versions, self.layer_state, self.buffers):
+            held.clear()
+        return moved
+
     @property
     def latest(self) -> int:
         """The newest version, which the next update reads."""

@@ -1,0 +1,142 @@
+"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or read off a pipeline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jpipe._errors import InputError, nearest
+from jpipe._plan import Plan
+from jpipe._stage import StageFunctions
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Cost of one microbatch at one stage; seconds for times, bytes for sizes.
+
+    Attributes:
+        forward, backward: time of each (a backward that recomputes includes that forward).
+        update: time of one update.
+        inputs: the stage input. `labels`: what the last stage gets besides.
+        outputs: what the forward sends on.
+        residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
+        kept_outputs: the part of `outputs` that is among the residuals.
+        message: the output gradient that arrives (with the microbatch's weight); the last stage's own (sum, weight).
+        gradient: the input gradient that leaves.
+        weights: one version. `optimizer`, `state`, `sums`: optimizer state, layer state, accumulated gradients.
+        temporary: the largest scratch memory of a program.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    update: float = 0.0
+    inputs: int = 0
+    labels: int = 0
+    outputs: int = 0
+    residuals: int = 0
+    kept_outputs: int = 0
+    message: int = 0
+    gradient: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    state: int = 0
+    sums: int = 0
+    temporary: int = 0
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one microbatch at one layer; seconds for times, bytes for sizes.
+
+    Attributes:
+        forward, backward: time of each, without recomputation.
+        outputs: the output, which is also the size of its gradient.
+        weights: the parameters. `optimizer`, `state`: optimizer state, layer state.
+        residuals: what stays from forward to backward, for each recomputation policy (`full` needs no entry).
+    """
+
+    forward: float
+    backward: float
+    outputs: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    state: int = 0
+    residuals: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between neighbouring workers: `bandwidth` in bytes a second, `latency` in seconds."""
+
+    bandwidth: float = float("inf")
+    latency: float = 0.0
+
+
+def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
+    """A forward takes 1, a backward 2, one that recomputes 3; nothing has a size. The costs of timelines and of the total order."""
+    return tuple(StageCost(backward=2.0 if stage.recompute == "none" else 3.0) for stage in plan.stages)
+
+
+def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0) -> tuple[StageCost, ...]:
+    """Costs of the plan's stages from those of their layers; `inputs` and `labels` are the bytes of one microbatch of the batch.
+
+    Raises:
+        InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
+    """
+    for layer_id in plan.layers:
+        if layer_id not in layers:
+            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
+    costs: list[StageCost] = []
+    for s, stage in enumerate(plan.stages):
+        own = [layers[layer_id] for layer_id in stage.layers]
+        last = s == plan.depth - 1
+        before = costs[-1].outputs if costs else inputs
+        forward = sum(layer.forward for layer in own)
+        again = 0.0 if stage.recompute == "none" else forward
+        costs.append(
+            StageCost(
+                forward=forward,
+                backward=sum(layer.backward for layer in own) + again,
+                inputs=before,
+                labels=labels if last else 0,
+                outputs=0 if last else own[-1].outputs,
+                residuals=before if stage.recompute == "full" else sum(_residuals(i, layers[i], stage.recompute) for i in stage.layers),
+                message=0 if last else own[-1].outputs,
+                gradient=before if s > 0 else 0,
+                weights=sum(layer.weights for layer in own),
+                optimizer=sum(layer.optimizer for layer in own),
+                state=sum(layer.state for layer in own),
+                sums=sum(layer.weights for layer in own),
+            )
+        )
+    return tuple(costs)
+
+
+def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
+    """The exact sizes of one stage, from shapes alone; times are units (a forward 1, a backward 2, one that recomputes 3)."""
+    f, specs = functions, functions.specs
+    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
+    kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
+    scalar = f.loss_dtype.itemsize
+    floats = [leaf for leaf in jax.tree.leaves(y) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    moving = [leaf for leaf in jax.tree.leaves(specs.x) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    return StageCost(
+        backward=3.0 if recomputes else 2.0,
+        inputs=nbytes(specs.x),
+        labels=nbytes(specs.labels),
+        outputs=nbytes(y),
+        residuals=nbytes((saved, kept_arguments, kept_outputs)),
+        kept_outputs=nbytes(kept_outputs),
+        message=nbytes(y) if f.last else nbytes(floats) + scalar,
+        gradient=0 if f.first else nbytes(moving) + scalar,
+        weights=nbytes(specs.params),
+        optimizer=nbytes(jax.eval_shape(f.init_optimizer, specs.params)),
+        state=nbytes(specs.state),
+        sums=nbytes(jax.eval_shape(f.zero_sums, specs.params)),
+    )
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays (or specs) of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

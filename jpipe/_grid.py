@@ -1,0 +1,108 @@
+"""The worker x time grid: a timeline as text that humans can compare, and the parser that reads it back.
+
+One row a worker, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in
+one program; `*` marks the update that follows; `-` goes on with what began to the left, `.` is idle.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from jpipe._errors import InputError
+
+Op = Literal["F", "B", "FB"]
+
+
+class Span(NamedTuple):
+    """One computation on a worker's row, from `start` to `end` in the unit of the timeline (seconds, or ticks of a grid)."""
+
+    op: Op
+    microbatch: int
+    version: int
+    start: float
+    end: float
+    updates: bool = False
+
+
+Timeline = tuple[tuple[Span, ...], ...]
+"""The spans of each worker, in order."""
+
+_CELL = re.compile(r"(FB|F|B)(\d+)\.(\d+)(\*?)")
+
+
+def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
+    """Round all times to whole ticks; every span gets one tick at least."""
+    rows = []
+    for spans in timeline:
+        row, free = [], 0
+        for span in spans:
+            start = max(round(span.start / tick), free)
+            free = max(round(span.end / tick), start + 1)
+            row.append(span._replace(start=start, end=free))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, str]] = ()) -> str:
+    """A timeline in whole ticks (see `to_ticks`) as text.
+
+    Args:
+        timeline: the spans of each worker.
+        marked: (worker, note) pairs that are written behind that worker's row, to show where something is wrong.
+    """
+    ticks = int(max((span.end for spans in timeline for span in spans), default=0))
+    rows = [[str(tick) for tick in range(ticks)], *(_tokens(spans, ticks) for spans in timeline)]
+    widths = [max(len(token) for token in column) for column in zip(*rows, strict=True)]
+    names = ["tick", *(f"worker {w}" for w in range(len(timeline)))]
+    notes: dict[int, str] = {}
+    for worker, note in marked:
+        notes[worker] = f"{notes[worker]}; {note}" if worker in notes else note
+    lines = []
+    for w, (name, row) in enumerate(zip(names, rows, strict=True), start=-1):
+        cells = "".join(f" {token:>{width}}" for token, width in zip(row, widths, strict=True))
+        lines.append(f"{name:<{len(names[-1])}} |{cells}" + (f"  <<< {notes[w]}" if w in notes else ""))
+    return "\n".join(lines)
+
+
+def parse_grid(text: str) -> Timeline:
+    """Read back what `format_grid` wrote (indentation, blank lines and notes behind a row are passed over).
+
+    Raises:
+        InputError: a row that is not one, with its line number.
+    """
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        head, bar, cells = line.split("<<<")[0].partition("|")
+        if not line.strip() or (bar and head.split() == ["tick"]):
+            continue
+        if not bar or head.split() != ["worker", str(len(rows))]:
+            raise InputError(f"grid, line {number}: expected 'worker {len(rows)} | …', found '{line.strip()[:40]}'")
+        rows.append(_parse_row(cells.split(), number))
+    return tuple(rows)
+
+
+def _tokens(spans: Sequence[Span], ticks: int) -> list[str]:
+    row = ["."] * ticks
+    for span in spans:
+        first, end = int(span.start), int(span.end)
+        row[first:end] = ["-"] * (end - first)
+        row[first] = f"{span.op}{span.microbatch}.{span.version}{'*' if span.updates else ''}"
+    return row
+
+
+def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for tick, token in enumerate(tokens):
+        if token == ".":
+            continue
+        if token == "-":  # noqa: S105 - a token of the grid, no secret
+            if not spans or spans[-1].end != tick:
+                raise InputError(f"grid, line {number}, tick {tick}: '-' goes on with nothing")
+            spans[-1] = spans[-1]._replace(end=tick + 1)
+            continue
+        match = _CELL.fullmatch(token)
+        if not match:
+            raise InputError(f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, '-' or '.', found '{token}'")
+        op, microbatch, version, star = match.groups()
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star)))  # type: ignore[arg-type]
+    return tuple(spans)

@@ -1,0 +1,301 @@
+"""Run programs without devices: prove order, versions, absence of deadlock and of leaks; predict time, bubble, memory and bytes moved."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from jpipe._costs import Link, StageCost, unit_costs
+from jpipe._grid import Op, Span, Timeline, format_grid, to_ticks
+from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, Update
+from jpipe.schedules import SCHEDULES
+
+
+class ProgramError(ValueError):
+    """A program that would not run as its schedule says; the message ends with the grid up to the place."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a program will do, for given costs.
+
+    Attributes:
+        timeline: the spans of each worker, in seconds.
+        seconds: from the first start to the last end.
+        bubble: share of the workers' time, up to the last end, in which they do not compute.
+        peak_bytes: for each worker the most bytes of arrays alive after any instruction, waiting inputs included.
+        peak_bytes_with_temporaries: the same with the scratch memory of its programs on top.
+        moved_bytes: for each worker the bytes it sends to others.
+        versions_alive: for each worker the most weight versions alive at a time.
+    """
+
+    timeline: Timeline
+    seconds: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    peak_bytes_with_temporaries: tuple[int, ...]
+    moved_bytes: tuple[int, ...]
+    versions_alive: tuple[int, ...]
+
+    def grid(self, tick: float | None = None) -> str:
+        """The timeline as text; `tick` in seconds, by default the shortest computation."""
+        shortest = min((span.end - span.start for spans in self.timeline for span in spans), default=1.0)
+        return format_grid(to_ticks(self.timeline, tick or shortest or 1.0))
+
+
+def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | None = None) -> Prediction:
+    """Prove a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
+
+    Every worker runs its own part, a transfer waits until both sides have come to it. Proved, independently of `lower`:
+    each worker computes in the order of the schedule and reads the versions of its formula; every version read is alive,
+    and no more are than the schedule allows; each update sees exactly its batch; every buffer is made before it is used
+    and used once; nothing is left behind; the workers do not wait for each other forever; the total order extends data
+    and program order.
+
+    Args:
+        program: from `lower`, with `drain` and `begin` equal to `start`.
+        costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
+        link: between neighbouring workers; by default transfers are free.
+
+    Raises:
+        ProgramError: the proof fails; says where, with the grid.
+    """
+    assert program.drained and program.begin == program.start, "simulate takes whole runs: lower(…, drain=True)"
+    costs = unit_costs(program.plan) if costs is None else costs
+    return _Simulation(program, costs, link or Link()).run()
+
+
+@dataclass
+class _Worker:
+    """One worker's side of the simulation."""
+
+    queue: list[tuple[int, Instruction]]
+    memory: int
+    versions: set[int]
+    expected: list[tuple[str, int]]
+    position: int = 0
+    computed: int = 0
+    clock: float = 0.0
+    busy: float = 0.0
+    peak: int = 0
+    moved: int = 0
+    most_versions: int = 1
+    pending: int = 0  # backwards since the last update
+    buffers: dict[tuple[str, int], float] = field(default_factory=dict)  # when each is ready
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.peak, self.most_versions = self.memory, len(self.versions)
+
+
+class _Simulation:
+    def __init__(self, program: Program, costs: Sequence[StageCost], link: Link) -> None:
+        self.program, self.plan, self.costs, self.link = program, program.plan, costs, link
+        self.schedule = SCHEDULES[self.plan.schedule]
+        queues: list[list[tuple[int, Instruction]]] = [[] for _ in range(self.plan.depth)]
+        for index, instruction in enumerate(program.instructions):
+            queues[instruction.worker].append((index, instruction))
+        self.workers = [self._worker(s, queue) for s, queue in enumerate(queues)]
+        self.link_free: dict[tuple[int, int], float] = {}
+
+    def run(self) -> Prediction:
+        waiting = deque(range(len(self.workers)))
+        while waiting:
+            w = waiting.popleft()
+            worker = self.workers[w]
+            queue = worker.queue
+            while worker.position < len(queue):
+                index, instruction = queue[worker.position]
+                kind = type(instruction)
+                if kind is Send:
+                    if not self._transfer(w, index, instruction):  # type: ignore[arg-type]
+                        break
+                    waiting.append(instruction.to)  # type: ignore[union-attr]
+                elif kind is Receive:
+                    waiting.append(instruction.source)  # type: ignore[union-attr]
+                    peer = self.workers[instruction.source]  # type: ignore[union-attr]
+                    head = peer.queue[peer.position][1] if peer.position < len(peer.queue) else None
+                    if not (type(head) is Send and head.to == w):
+                        waiting.pop()  # the sender is not there yet: it wakes this worker when it is
+                    break  # the sender does the transfer and moves both on
+                else:
+                    _HANDLERS[kind](self, w, worker, instruction)
+                    worker.position += 1
+                if worker.memory > worker.peak:
+                    worker.peak = worker.memory
+        self._check_end()
+        return self._prediction()
+
+    # Instructions ------------------------------------------------------------------------------------------------------
+
+    def _transfer(self, w: int, index: int, send: Send) -> bool:
+        """Do a transfer if the receiver has come to it."""
+        worker, peer = self.workers[w], self.workers[send.to]
+        if peer.position >= len(peer.queue):
+            self._fail(w, f"{send} has no receiver")
+        receive_index, receive = peer.queue[peer.position]
+        if receive != Receive(send.to, send.microbatch, send.message, w):
+            return False
+        if receive_index < index:
+            self._fail(w, f"{receive} stands before its {send} in the total order")
+        k, cost = send.microbatch, self.costs[w]
+        if send.message == "activation":
+            ready, size = self._take(w, "output", k), cost.outputs
+            worker.memory -= cost.outputs - cost.kept_outputs
+            peer.memory += self.costs[send.to].inputs
+        else:
+            ready, size = self._take(w, "gradient", k), cost.gradient
+            worker.memory -= cost.gradient
+            peer.memory += self.costs[send.to].message
+        starts = max(ready, self.link_free.get((w, send.to), 0.0))
+        self.link_free[w, send.to] = starts + size / self.link.bandwidth
+        worker.moved += size
+        self._put(send.to, "inputs" if send.message == "activation" else "message", k, self.link_free[w, send.to] + self.link.latency)
+        if peer.memory > peer.peak:
+            peer.peak = peer.memory
+        worker.position += 1
+        peer.position += 1
+        return True
+
+    def _load(self, w: int, worker: _Worker, i: Load) -> None:
+        self._put(w, i.data, i.microbatch, 0.0)
+        worker.memory += self.costs[w].inputs if i.data == "inputs" else self.costs[w].labels
+
+    def _forward(self, w: int, worker: _Worker, i: Forward) -> None:
+        cost, last = self.costs[w], w == self.plan.depth - 1
+        self._compute(w, worker, "F", i, [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)], cost.forward)
+        self._put(w, "residuals", i.microbatch, worker.clock)
+        self._put(w, "message" if last else "output", i.microbatch, worker.clock)
+        worker.memory += cost.residuals - cost.inputs - cost.labels + (cost.message if last else cost.outputs - cost.kept_outputs)
+
+    def _backward(self, w: int, worker: _Worker, i: Backward) -> None:
+        cost = self.costs[w]
+        ready = [self._take(w, "residuals", i.microbatch), self._take(w, "message", i.microbatch)]
+        self._compute(w, worker, "B", i, ready, cost.backward)
+        worker.memory += cost.gradient - cost.residuals - cost.message
+        self._after_backward(w, worker, i.microbatch)
+
+    def _forward_backward(self, w: int, worker: _Worker, i: ForwardBackward) -> None:
+        cost = self.costs[w]
+        ready = [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)]
+        self._compute(w, worker, "FB", i, ready, cost.forward + cost.backward)
+        worker.memory += cost.gradient - cost.inputs - cost.labels
+        self._after_backward(w, worker, i.microbatch)
+
+    def _update(self, w: int, worker: _Worker, i: Update) -> None:
+        latest = max(worker.versions, default=None)
+        if i.batch != latest or worker.pending != self.plan.microbatches:
+            self._fail(w, f"{i} after {worker.pending} backwards at version {latest}, expected {self.plan.microbatches} at version {i.batch}")
+        worker.pending = 0
+        if i.retires is None:
+            worker.memory += self.costs[w].weights
+        else:
+            self._drop_version(w, i.retires, i)
+        worker.versions.add(i.batch + 1)
+        worker.most_versions = max(worker.most_versions, len(worker.versions))
+        if len(worker.versions) > self.schedule.versions_alive(self.plan, w):
+            self._fail(w, f"{i} leaves versions {sorted(worker.versions)} alive, expected at most {self.schedule.versions_alive(self.plan, w)}")
+        worker.clock += self.costs[w].update
+        worker.busy += self.costs[w].update
+        worker.spans[-1] = worker.spans[-1]._replace(updates=True)
+
+    def _release(self, w: int, worker: _Worker, i: Release) -> None:
+        self._drop_version(w, i.version, i)
+        worker.memory -= self.costs[w].weights
+
+    # Proofs ------------------------------------------------------------------------------------------------------------
+
+    def _worker(self, s: int, queue: list[tuple[int, Instruction]]) -> _Worker:
+        start, m, cost = self.program.start, self.plan.microbatches, self.costs[s]
+        versions = set(range(self.schedule.version(self.plan, s, start * m), start + 1))
+        memory = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
+        order = [(entry.op, entry.microbatch) for entry in self.schedule.order(self.plan, s, start, self.program.end)]
+        return _Worker(queue, memory, versions, order)
+
+    def _compute(self, w: int, worker: _Worker, op: Op, i: Any, ready: list[float], seconds: float) -> None:
+        k = i.microbatch
+        expected = worker.expected[worker.computed : worker.computed + len(op)]
+        if expected != [(letter, k) for letter in op]:
+            self._fail(w, f"{i}: the schedule's next computation is {expected}")
+        version = self.schedule.version(self.plan, w, k)
+        if i.version != version:
+            self._fail(w, f"{i} reads version {i.version}, the formula says {version}")
+        if version not in worker.versions:
+            self._fail(w, f"{i} reads version {version}, alive are {sorted(worker.versions)}")
+        worker.computed += len(op)
+        starts = max(worker.clock, *ready)
+        worker.clock = starts + seconds
+        worker.busy += seconds
+        worker.spans.append(Span(op, k, version, starts, worker.clock))
+
+    def _after_backward(self, w: int, worker: _Worker, k: int) -> None:
+        if w > 0:
+            self._put(w, "gradient", k, worker.clock)
+        worker.pending += 1
+
+    def _take_labels(self, w: int, k: int) -> float:
+        return self._take(w, "labels", k) if w == self.plan.depth - 1 else 0.0
+
+    def _take(self, w: int, kind: str, k: int) -> float:
+        ready = self.workers[w].buffers.pop((kind, k), None)
+        if ready is None:
+            self._fail(w, f"{kind} of microbatch {k} used before it was there, or twice")
+        return ready
+
+    def _put(self, w: int, kind: str, k: int, ready: float) -> None:
+        if (kind, k) in self.workers[w].buffers:
+            self._fail(w, f"{kind} of microbatch {k} made twice")
+        self.workers[w].buffers[kind, k] = ready
+
+    def _drop_version(self, w: int, version: int, i: Instruction) -> None:
+        if version not in self.workers[w].versions:
+            self._fail(w, f"{i} frees version {version}, alive are {sorted(self.workers[w].versions)}")
+        self.workers[w].versions.remove(version)
+
+    def _check_end(self) -> None:
+        stuck = [w for w, worker in enumerate(self.workers) if worker.position < len(worker.queue)]
+        if stuck:
+            notes = [(w, f"waits at {self.workers[w].queue[self.workers[w].position][1]}") for w in stuck]
+            raise ProgramError(f"{self.plan.schedule}: deadlock, workers {stuck} wait for each other\n{self._grid(notes)}")
+        next_microbatch = self.program.end * self.plan.microbatches
+        for w, worker in enumerate(self.workers):
+            if worker.computed != len(worker.expected):
+                self._fail(w, f"the program ends before {worker.expected[worker.computed]}")
+            if worker.buffers:
+                self._fail(w, f"left behind: {sorted(worker.buffers)}")
+            needed = set(range(self.schedule.version(self.plan, w, next_microbatch), self.program.end + 1))
+            if worker.versions != needed:
+                self._fail(w, f"versions {sorted(worker.versions)} are left, expected {sorted(needed)}")
+
+    def _fail(self, w: int, what: str) -> NoReturn:
+        raise ProgramError(f"{self.plan.schedule}, worker {w}: {what}\n{self._grid([(w, what)])}")
+
+    def _grid(self, notes: list[tuple[int, str]]) -> str:
+        timeline = tuple(tuple(worker.spans) for worker in self.workers)
+        shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
+        return format_grid(to_ticks(timeline, shortest or 1.0), notes)
+
+    # Prediction --------------------------------------------------------------------------------------------------------
+
+    def _prediction(self) -> Prediction:
+        seconds = max(worker.clock for worker in self.workers)
+        busy = sum(worker.busy for worker in self.workers)
+        return Prediction(
+            timeline=tuple(tuple(worker.spans) for worker in self.workers),
+            seconds=seconds,
+            bubble=1 - busy / (seconds * len(self.workers)) if seconds else 0.0,
+            peak_bytes=tuple(worker.peak for worker in self.workers),
+            peak_bytes_with_temporaries=tuple(worker.peak + cost.temporary for worker, cost in zip(self.workers, self.costs, strict=True)),
+            moved_bytes=tuple(worker.moved for worker in self.workers),
+            versions_alive=tuple(worker.most_versions for worker in self.workers),
+        )
+
+
+_HANDLERS: dict[type, Callable[[_Simulation, int, _Worker, Any], None]] = {
+    Load: _Simulation._load,
+    Forward: _Simulation._forward,
+    Backward: _Simulation._backward,
+    ForwardBackward: _Simulation._forward_backward,
+    Update: _Simulation._update,
+    Release: _Simulation._release,
+}
