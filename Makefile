@@ -1,0 +1,61 @@
+# The commands of this project; `make help` lists them. Each sets up what it needs: only python3 (3.11 or newer) and make have to be there.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv/bin
+# Tests compile many small programs: two processes are worth it on two cores, more than four cost memory.
+PYTEST := python -m pytest -n auto --maxprocesses 4
+
+define on_newest
+if [ -x .venv-newest/bin/python ] || [ -n "$$(.ci/newest-python)" ]; then \
+	$(MAKE) --no-print-directory .venv-newest/ready && .venv-newest/bin/$(PYTEST) $(1) $(PYTEST_ARGS); \
+else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-newest test-all check format bench clean
+
+help: ## List the commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
+
+train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about two minutes
+	@$(VENV)/jpipe train configs/gpt-bytes.yaml
+
+test: .venv/ready ## Run the tests (PYTEST_ARGS="-k name" for some of them)
+	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
+
+test-newest: ## Run the tests marked `newest` on the newest Python and JAX, where there is Python 3.12 or newer
+	@$(call on_newest,-m newest)
+
+test-all: test ## Run all tests, on .venv and on the newest Python and JAX
+	@$(call on_newest,)
+
+check: .venv/ready ## Format, lint, types, and the wheel built and imported outside the tree
+	@$(VENV)/ruff format --check .
+	@$(VENV)/ruff check .
+	@$(VENV)/mypy
+	@.ci/check-wheel
+
+format: .venv/ready ## Format the code and mend what the linter can
+	@$(VENV)/ruff check --fix-only .
+	@$(VENV)/ruff format .
+
+bench: .venv/ready ## Measure speed; prints a table and writes JSON
+	@$(VENV)/python -m benchmarks
+
+clean: ## Remove the virtual environments and everything else that was built (not runs/)
+	rm -rf .venv .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, found: $$($(PYTHON) --version 2>&1). Name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@echo "Setting up .venv (once; a minute or two) ..."
+	@[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-newest/ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv-newest (once; a minute or two) ..."
+	@[ -x .venv-newest/bin/python ] || "$$(.ci/newest-python)" -m venv .venv-newest
+	@.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
