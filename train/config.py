@@ -1,0 +1,110 @@
+"""What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunConfig(_Section):
+    """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
+
+    dir: Text | None = None
+
+
+class DataConfig(_Section):
+    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library."""
+
+    path: Text | None = None
+    validation_fraction: Fraction = 0.05
+
+
+class TrainConfig(_Section):
+    """How long and in what portions: `batch_size` sequences a step; validation at step 0, every `eval_every` steps and at the end."""
+
+    steps: Count = 200
+    batch_size: Count = 32
+    log_every: Count = 1
+    eval_every: Count = 50
+    eval_batches: Count = 4
+
+
+class ModelConfig(_Section):
+    """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is."""
+
+    depth: Count = 4
+    width: Count = 128
+    heads: Count = 4
+    seq_len: Count = 128
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
+        return self
+
+
+class PlanConfig(_Section):
+    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all."""
+
+    schedule: str = "pipedream_2bw"
+    num_stages: Count = 4
+    microbatches: Count = 4
+    recompute: str | list[str] = "none"
+    extra_in_flight: Annotated[int, Field(ge=0)] = 0
+    vertical_sync: bool = False
+    file: Text | None = None
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _name_or_names(cls, value: object) -> object:
+        if not (isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))):
+            raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {value!r}")
+        return value
+
+
+class OptimizerConfig(_Section):
+    """The optax optimizer by name; the learning rate rises over `warmup_steps`, then stays or falls to a tenth as a cosine.
+
+    `weight_decay` (matrices only, not biases and norms) is optax's own default when null.
+    """
+
+    name: Literal["adam", "adamw", "lion", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+
+class Config(_Section):
+    """A whole run. `train.config_file` reads it from YAML and writes it back."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    model: ModelConfig = ModelConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _microbatches_divide_batch(self) -> "Config":
+        batch_size, microbatches = self.train.batch_size, self.plan.microbatches
+        if self.plan.file is None and batch_size % microbatches:
+            raise ValueError(f"train.batch_size {batch_size} is not divisible by plan.microbatches {microbatches}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _decay_has_an_optimizer(self) -> "Config":
+        if self.optimizer.weight_decay is not None and self.optimizer.name in ("adam", "sgd"):
+            raise ValueError(f"optimizer.weight_decay means nothing to '{self.optimizer.name}'; leave it out or choose adamw or lion")
+        return self

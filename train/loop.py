@@ -1,0 +1,162 @@
+"""A whole run, top to bottom: model, plan, data, pipeline, the training loop, the run folder."""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+import jpipe
+from train import data, gpt
+from train.config import Config, PlanConfig, TrainConfig
+from train.optimizer import optimizer
+from train.progress import Reporter
+from train.run_folder import RunFolder
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss became infinite or not a number, and the run stopped."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to: validation losses in nats a byte, the time it took, where it was written."""
+
+    steps: int
+    val_loss_before: float
+    val_loss_after: float
+    seconds: float
+    folder: Path
+
+
+def main(config: Config) -> Summary:
+    """Train as `config` says.
+
+    Raises:
+        jpipe.InputError: something in the config does not fit; nothing ran on a device and no folder was made.
+        NonFiniteLoss: training diverged; the run folder holds what came before.
+    """
+    with Reporter(config.train.steps, config.train.batch_size * config.model.seq_len) as reporter:
+        stack = gpt.gpt(config.model)
+        plan = make_plan(config.plan, stack.ids)
+        force_cpu_devices(devices_of(plan))
+        pipe = jpipe.Pipeline(stack, plan, gpt.loss, optimizer(config.optimizer, config.train.steps))
+        batches = data.load(config)
+        pipe.check(batches.train[0])
+        with RunFolder(config, plan) as folder:
+            reporter.say(f"text: {batches.source}; plan: {plan.depth} stages, {plan.schedule}; run folder: {folder.path}")
+            try:
+                with reporter.phase(f"compiling {plan.depth} stages"):
+                    state = pipe.init(jax.random.key(config.seed), batches.train[0])
+                summary = train(config, pipe, state, batches, folder, reporter)
+            except KeyboardInterrupt:
+                reporter.say(f"interrupted; the steps logged so far are in {folder.path}")
+                raise
+        reporter.say(
+            f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+            f"{summary.val_loss_after:.3f} nats a byte; the run is in {summary.folder}"
+        )
+        return summary
+
+
+def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, folder: RunFolder, reporter: Reporter) -> Summary:
+    """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
+
+    In `metrics.jsonl` the `loss` of step t is that of batch t, and its `val_loss` that of the weights before the step; the last
+    row has the `val_loss` of the final weights.
+    """
+    steps, every = config.train.steps, config.train.eval_every
+    held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
+    log = MetricsLog(config.train, folder, reporter)
+    reporter.training()
+    before = [pipe.evaluate(state, batch) for batch in held_out]
+    log.validation(0, before)
+    finished: Mapping[int, jax.Array] = {}
+    for step in range(steps):
+        if step % every == 0 and 0 < step < steps - 1:
+            log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
+        state, metrics = pipe.step(state, batches.train[step])
+        log.losses(finished)  # of the step before: reading a loss waits for it, and the devices have this step's work meanwhile
+        finished = metrics.losses
+    state = pipe.drain(state)
+    after = [pipe.evaluate(state, batch) for batch in held_out]
+    log.validation(steps - 1, after)
+    log.losses(finished)
+    return Summary(steps, mean_loss(before), mean_loss(after), reporter.seconds, folder.path)
+
+
+class MetricsLog:
+    """Turns losses, as they come in, into rows of `metrics.jsonl` and words on the screen."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, reporter: Reporter) -> None:
+        self._config = config
+        self._folder = folder
+        self._reporter = reporter
+        self._validation: dict[int, Sequence[jpipe.Evaluation]] = {}
+
+    def validation(self, step: int, evaluations: Sequence[jpipe.Evaluation]) -> None:
+        """These go into the row of `step`; nothing waits for them yet."""
+        self._validation[step] = evaluations
+
+    def losses(self, losses: Mapping[int, jax.Array]) -> None:
+        """Wait for the losses of these batches and write their rows."""
+        for step, loss in losses.items():
+            row = {"step": step, "loss": self._finite(step, "loss", float(loss))}
+            if step in self._validation:
+                row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
+            if step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row:
+                self._folder.log(row)
+            self._reporter.step(step, row["loss"], row.get("val_loss"))
+
+    def _finite(self, step: int, name: str, value: float) -> float:
+        if not math.isfinite(value):
+            raise NonFiniteLoss(
+                f"step {step}: the {name} is {value}; lower optimizer.learning_rate or lengthen optimizer.warmup_steps; "
+                f"the steps before are in {self._folder.path}"
+            )
+        return value
+
+
+def mean_loss(evaluations: Sequence[jpipe.Evaluation]) -> float:
+    """The loss over all the batches, each counting for its weight."""
+    weights = [float(evaluation.weight) for evaluation in evaluations]
+    return sum(float(e.loss) * weight for e, weight in zip(evaluations, weights, strict=True)) / sum(weights)
+
+
+def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
+    """The plan in `config.file`, or even stages.
+
+    Raises:
+        jpipe.InputError: a file that cannot be read or is no plan; keys that make no legal plan.
+    """
+    if config.file is None:
+        return jpipe.Plan.even(
+            layer_ids,
+            config.num_stages,
+            config.schedule,
+            config.microbatches,
+            recompute=config.recompute,
+            extra_in_flight=config.extra_in_flight,
+            vertical_sync=config.vertical_sync,
+        )
+    try:
+        text = Path(config.file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise jpipe.InputError(f"plan.file: cannot read '{config.file}': {error.strerror}; give a plan's JSON file, or null") from None
+    except UnicodeDecodeError:
+        raise jpipe.InputError(f"plan.file: expected a plan as JSON in '{config.file}', found text that is not UTF-8") from None
+    return jpipe.Plan.from_json(text, where=config.file)
+
+
+def devices_of(plan: jpipe.Plan) -> int:
+    """How many local devices the plan asks for."""
+    return plan.depth if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+
+
+def force_cpu_devices(count: int) -> None:
+    """Where CPUs are the devices, make at least `count`. It changes nothing on a GPU, nor where JAX runs already."""
+    if jax.config.values["jax_num_cpu_devices"] < count:
+        with contextlib.suppress(RuntimeError):  # JAX runs already (a notebook, a test): stages share what devices there are
+            jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,71 @@
+"""What a person sees of a run: phases, a bar with loss and tokens/s on a terminal, plain lines everywhere else."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Tells how a run of `steps` steps of `tokens_per_step` goes; use it in a `with`, so that the terminal is left in order."""
+
+    def __init__(self, steps: int, tokens_per_step: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._every = max(1, steps // 20)  # without a bar, about twenty lines a run
+        self._began = time.perf_counter()
+        self._training_began = self._began
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
+        self._task = self._bar.add_task("", total=steps, visible=False) if self._bar else None
+
+    def say(self, words: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self._console.print(words, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, words: str) -> Iterator[None]:
+        """Announce a part of the start-up, and say afterwards how long it took."""
+        began = time.perf_counter()
+        if self._bar:
+            with self._console.status(f"{words} …"):
+                yield
+        else:
+            yield
+        self.say(f"{words}: {time.perf_counter() - began:.1f} s")
+
+    def training(self) -> None:
+        """Training starts now: count tokens/s from here, show the bar."""
+        self._training_began = time.perf_counter()
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, visible=True)
+            self._bar.start()
+
+    def step(self, step: int, loss: float, val_loss: float | None) -> None:
+        """Step `step` (from 0) is finished."""
+        speed = self._tokens_per_step * (step + 1) / (time.perf_counter() - self._training_began)
+        words = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step + 1, description=words)
+            if val_loss is not None:
+                self.say(f"step {step}  validation loss {val_loss:.3f}")
+        elif val_loss is not None:
+            self.say(f"step {step}/{self._steps}  {words}  validation loss {val_loss:.3f}")
+        elif (step + 1) % self._every == 0:
+            self.say(f"step {step}/{self._steps}  {words}")
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, start-up included."""
+        return time.perf_counter() - self._began
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,83 @@
+"""The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step."""
+
+import json
+import os
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+from jpipe import InputError, Plan
+from train.config import Config
+from train.config_file import to_yaml
+
+_METRICS = "metrics.jsonl"
+_FILES = ("config.yaml", "plan.json", _METRICS)
+
+
+class RunFolder:
+    """Claims a folder for this run and writes into it; close it, or use it in a `with`.
+
+    Args:
+        config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
+        plan: what will run.
+
+    Raises:
+        InputError: the folder holds another run already, or cannot be written.
+    """
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        try:
+            self.path = _numbered(Path("runs")) if config.run.dir is None else _given(Path(config.run.dir).expanduser())
+            # Opened to be new, so that of two runs started at once with the same folder one is refused.
+            self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
+            resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
+            write_atomically(self.path / "config.yaml", to_yaml(resolved))
+            write_atomically(self.path / "plan.json", plan.to_json())
+        except FileExistsError as error:
+            raise _occupied(Path(error.filename).parent) from None
+        except OSError as error:
+            raise InputError(f"run.dir: cannot write '{error.filename}': {error.strerror}; choose another folder") from None
+
+    def log(self, row: Mapping[str, int | float]) -> None:
+        """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns."""
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._metrics.close()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader finds all of it or, if the process dies, none of it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _given(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise InputError(f"run.dir: expected a folder, found the file '{path}'; choose another name")
+    if any((path / name).exists() for name in _FILES):
+        raise _occupied(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _numbered(parent: Path) -> Path:
+    parent.mkdir(exist_ok=True)
+    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    for number in count(max(taken, default=0) + 1):
+        try:
+            (parent / f"{number:04d}").mkdir()
+        except FileExistsError:  # another run took it in this moment
+            continue
+        return parent / f"{number:04d}"
+    raise AssertionError("count() does not end")
+
+
+def _occupied(path: Path) -> InputError:
+    return InputError(f"run.dir: expected a new or empty folder, found another run in '{path}'; choose another, or move that run away")
