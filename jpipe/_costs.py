@@ -113,6 +113,12 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
     return tuple(costs)
 
 
+def _residuals(layer_id: str, layer: LayerCost, policy: str) -> int:
+    if policy not in layer.residuals:
+        raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{policy}', found {sorted(layer.residuals)}")
+    return layer.residuals[policy]
+
+
 def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
     """The exact sizes of one stage, from shapes alone; times are units (a forward 1, a backward 2, one that recomputes 3)."""
     f, specs = functions, functions.specs

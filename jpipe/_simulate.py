@@ -24,7 +24,7 @@ class Prediction:
         seconds: from the first start to the last end.
         bubble: share of the workers' time, up to the last end, in which they do not compute.
         peak_bytes: for each worker the most bytes of arrays alive after any instruction, waiting inputs included.
-        peak_bytes_with_temporaries: the same with the scratch memory of its programs on top.
+        peak_bytes_running: the most bytes while a computation runs: what it reads and what it makes at once, and its temporaries.
         moved_bytes: for each worker the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
     """
@@ -33,7 +33,7 @@ class Prediction:
     seconds: float
     bubble: float
     peak_bytes: tuple[int, ...]
-    peak_bytes_with_temporaries: tuple[int, ...]
+    peak_bytes_running: tuple[int, ...]
     moved_bytes: tuple[int, ...]
     versions_alive: tuple[int, ...]
 
@@ -78,6 +78,7 @@ class _Worker:
     clock: float = 0.0
     busy: float = 0.0
     peak: int = 0
+    peak_running: int = 0
     moved: int = 0
     most_versions: int = 1
     pending: int = 0  # backwards since the last update
@@ -166,20 +167,21 @@ class _Simulation:
         self._compute(w, worker, "F", i, [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)], cost.forward)
         self._put(w, "residuals", i.microbatch, worker.clock)
         self._put(w, "message" if last else "output", i.microbatch, worker.clock)
-        worker.memory += cost.residuals - cost.inputs - cost.labels + (cost.message if last else cost.outputs - cost.kept_outputs)
+        made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
+        self._exchange(w, worker, made, cost.inputs + cost.labels)
 
     def _backward(self, w: int, worker: _Worker, i: Backward) -> None:
         cost = self.costs[w]
         ready = [self._take(w, "residuals", i.microbatch), self._take(w, "message", i.microbatch)]
         self._compute(w, worker, "B", i, ready, cost.backward)
-        worker.memory += cost.gradient - cost.residuals - cost.message
+        self._exchange(w, worker, cost.gradient, cost.residuals + cost.message)
         self._after_backward(w, worker, i.microbatch)
 
     def _forward_backward(self, w: int, worker: _Worker, i: ForwardBackward) -> None:
         cost = self.costs[w]
         ready = [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)]
         self._compute(w, worker, "FB", i, ready, cost.forward + cost.backward)
-        worker.memory += cost.gradient - cost.inputs - cost.labels
+        self._exchange(w, worker, cost.gradient, cost.inputs + cost.labels)
         self._after_backward(w, worker, i.microbatch)
 
     def _update(self, w: int, worker: _Worker, i: Update) -> None:
@@ -227,6 +229,11 @@ class _Simulation:
         worker.clock = starts + seconds
         worker.busy += seconds
         worker.spans.append(Span(op, k, version, starts, worker.clock))
+
+    def _exchange(self, w: int, worker: _Worker, made: int, used: int) -> None:
+        """Count the memory of a computation: what it makes is there before what it uses is gone."""
+        worker.peak_running = max(worker.peak_running, worker.memory + made + self.costs[w].temporary)
+        worker.memory += made - used
 
     def _after_backward(self, w: int, worker: _Worker, k: int) -> None:
         if w > 0:
@@ -285,7 +292,7 @@ class _Simulation:
             seconds=seconds,
             bubble=1 - busy / (seconds * len(self.workers)) if seconds else 0.0,
             peak_bytes=tuple(worker.peak for worker in self.workers),
-            peak_bytes_with_temporaries=tuple(worker.peak + cost.temporary for worker, cost in zip(self.workers, self.costs, strict=True)),
+            peak_bytes_running=tuple(max(worker.peak, worker.peak_running) for worker in self.workers),
             moved_bytes=tuple(worker.moved for worker in self.workers),
             versions_alive=tuple(worker.most_versions for worker in self.workers),
         )
