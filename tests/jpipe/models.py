@@ -1,0 +1,129 @@
+"""The small models, losses, optimizers, batches and plans that the tests of the library share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jpipe import SCHEDULES, InputError, Layer, LayerStack, Plan
+
+WIDTH = 3
+ROWS = 2  # of one microbatch
+
+
+def dense(width: int = WIDTH, activation=jnp.tanh) -> Layer:
+    """`activation(x @ w + b)`."""
+
+    def init(key, x):
+        return {"w": jax.random.normal(key, (x.shape[-1], width), x.dtype), "b": jnp.zeros((width,), x.dtype)}, {}
+
+    def apply(params, state, x, key, train):
+        return activation(x @ params["w"] + params["b"][None, :]), state
+
+    return Layer(init, apply)
+
+
+def noisy(rate: float = 0.5, width: int = WIDTH) -> Layer:
+    """A dense layer with dropout."""
+    inner = dense(width)
+
+    def apply(params, state, x, key, train):
+        y, state = inner.apply(params, state, x, None, train)
+        if key is not None:
+            y = jnp.where(jax.random.bernoulli(key, 1 - rate, y.shape), y / (1 - rate), 0)
+        return y, state
+
+    return Layer(inner.init, apply, stochastic=True)
+
+
+def tracking(width: int = WIDTH) -> Layer:
+    """A dense layer that subtracts the running mean of its inputs and counts its forwards: both are layer state."""
+    inner = dense(width)
+
+    def init(key, x):
+        return inner.init(key, x)[0], {"mean": jnp.zeros(x.shape[-1:], x.dtype), "count": jnp.zeros((), jnp.int32)}
+
+    def apply(params, state, x, key, train):
+        y, _ = inner.apply(params, {}, x - state["mean"][None, :], None, train)
+        if train:
+            state = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "count": state["count"] + 1}
+        return y, state
+
+    return Layer(init, apply)
+
+
+def plain_stack(count: int = 4) -> LayerStack:
+    """Dense layers, nothing else."""
+    return LayerStack({f"layer{i}": dense() for i in range(count)})
+
+
+def rich_stack() -> LayerStack:
+    """Four layers: layer state at both ends, dropout in the middle."""
+    return LayerStack({"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()})
+
+
+def masked_squares(y, labels):
+    """Squared errors of the rows that the mask keeps; the mask may hold any weight."""
+    return (((y - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()
+
+
+def squares(y, labels):
+    """Squared errors, one for each element."""
+    return ((y - labels) ** 2).sum(), y.size
+
+
+def masked_batches(count: int, microbatches: int, *, seed: int = 0, rows: int = ROWS, width: int = WIDTH, dtype=np.float32) -> list:
+    """Batches for `masked_squares` whose microbatches weigh differently."""
+    rng = np.random.default_rng(seed)
+    size = microbatches * rows
+    return [
+        (
+            rng.normal(size=(size, width)).astype(dtype),
+            {"target": rng.normal(size=(size, width)).astype(dtype), "mask": rng.choice([0.0, 0.5, 1.0, 3.0], size).astype(dtype)},
+        )
+        for _ in range(count)
+    ]
+
+
+def batches_of(count: int, rows: int, *, seed: int = 0, width: int = WIDTH, dtype=np.float32) -> list:
+    """Batches for `squares`."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.normal(size=(rows, width)).astype(dtype) for _ in range(2)) for _ in range(count)]
+
+
+VARIANTS: dict[str, dict] = {name: {"schedule": name} for name in SCHEDULES} | {
+    "pipedream_vertical_sync": {"schedule": "pipedream", "vertical_sync": True}
+}
+"""Every schedule of the registry, and every option that changes its numbers."""
+
+
+def is_legal(**fields) -> bool:
+    """Whether such an even plan exists."""
+    try:
+        Plan.even(**fields)
+    except InputError:
+        return False
+    return True
+
+
+def cut(ids, sizes, *, recompute="none", **fields) -> Plan:
+    """A plan whose stages hold `sizes` layers, one after the other."""
+    ends = [sum(sizes[: s + 1]) for s in range(len(sizes))]
+    assert ends[-1] == len(ids)
+    stages = [{"layers": tuple(ids[end - size : end]), "recompute": recompute} for size, end in zip(sizes, ends, strict=True)]
+    return Plan(stages=stages, **fields)
+
+
+def momentum() -> optax.GradientTransformation:
+    """SGD with momentum: has state, and is quick to compile."""
+    return optax.sgd(0.05, momentum=0.9)
+
+
+def copied(tree):
+    """The same values in other arrays, which nobody else will donate."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def on_first_device(tree):
+    """The same values on one device."""
+    return jax.device_put(copied(tree), jax.devices()[0])

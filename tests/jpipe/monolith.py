@@ -1,0 +1,40 @@
+"""The delayed rule with one `jax.grad` of the whole model as one function, and one optax update of the whole tree: no stages anywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def train(stack, loss, optimizer, params, state, key, batches, m, read):
+    """Train `params` (by layer id); `read(layer_id, k)` is the version that microbatch k reads of a layer. Returns (losses, params, state)."""
+
+    @jax.jit
+    def mean_loss(shift, trees, state, microbatches, first):
+        """Of one batch, with `shift`, which is zero, added to the weights that each microbatch reads: its gradient sums over microbatches."""
+        total = weight = 0.0
+        for j, (tree, (x, labels)) in enumerate(zip(trees, microbatches, strict=True)):
+            weights = jax.tree.map(jnp.add, tree, shift)
+            y, state = stack.apply(stack.ids, weights, state, x, key=key, microbatch=first + j, train=True)
+            state = jax.lax.stop_gradient(state)
+            added, count = loss(y, labels)
+            total, weight = total + added, weight + count
+        return total / jnp.where(weight == 0, 1, weight), state
+
+    @jax.jit
+    def updated(gradient, optimizer_state, params):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for optax's own code
+            updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+            return optax.apply_updates(params, updates), optimizer_state
+
+    versions, losses, optimizer_state = [params], [], optimizer.init(params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for t, batch in enumerate(batches):
+        rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
+        microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
+        trees = [{i: versions[read(i, t * m + j)][i] for i in stack.ids} for j in range(m)]
+        (value, state), gradient = jax.value_and_grad(mean_loss, has_aux=True)(zero, trees, state, microbatches, t * m)
+        new, optimizer_state = updated(gradient, optimizer_state, versions[-1])
+        versions.append(new)
+        losses.append(float(value))
+    return losses, versions[-1], state

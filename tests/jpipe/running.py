@@ -1,0 +1,68 @@
+"""Train through a pipeline, or as one function, and compare."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe import Pipeline, State
+from tests.jpipe import models, monolith, reference
+
+KEY = 11
+
+
+class Trained(NamedTuple):
+    """Loss of every batch; parameters and layer state by layer id after a drain."""
+
+    losses: list[float]
+    params: dict[str, Any]
+    layer_state: dict[str, Any]
+
+
+def fresh(pipe: Pipeline, batches) -> State:
+    """A new state, always of the same seed."""
+    return pipe.init(jax.random.key(KEY), batches[0])
+
+
+def train(pipe: Pipeline, batches, state: State | None = None) -> Trained:
+    """Feed all batches, then drain."""
+    state, losses = state or fresh(pipe, batches), []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
+        losses += metrics.losses.values()
+    state = pipe.drain(state)
+    return Trained([float(loss) for loss in losses], pipe.params(state), layer_state(state))
+
+
+def layer_state(state: State) -> dict[str, Any]:
+    """What forwards carry on, by layer id."""
+    return {layer_id: s for worker in state.workers for layer_id, s in worker.layer_state.items()}
+
+
+def train_as_one_function(pipe: Pipeline, batches) -> Trained:
+    """The same training without stages: see `monolith`."""
+    plan, state = pipe.plan, fresh(pipe, batches)
+    stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
+    start = models.on_first_device((pipe.params(state), layer_state(state)))
+    return Trained(
+        *monolith.train(
+            pipe.stack, pipe.loss, pipe.optimizer, *start, jax.random.key(KEY), batches, plan.microbatches,
+            read=lambda layer_id, k: reference.version(plan, stage_of[layer_id], k),
+        )
+    )
+
+
+def check_close(found, expected, tolerance: float = 1e-12) -> None:
+    """Equal to float64 rounding."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def check_equal(found, expected) -> None:
+    """The same tree, the same bits."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)

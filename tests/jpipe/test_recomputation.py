@@ -1,0 +1,45 @@
+"""Recomputation changes what is kept, not the numbers; recomputed forwards do not advance the layer state."""
+
+import numpy as np
+import pytest
+
+from jpipe import Pipeline
+from tests.jpipe import models
+from tests.jpipe.running import check_close, train, train_as_one_function
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+STACK = models.rich_stack()
+M = 3
+POLICIES = ("full", "dots_saveable", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable")
+
+
+def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipeline:
+    plan = models.cut(stack.ids, (1, 2, 1), microbatches=M, recompute=recompute, **models.VARIANTS[variant])
+    return Pipeline(stack, plan, models.masked_squares, models.momentum())
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
+def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
+    batches = models.masked_batches(6, M, dtype=np.float64)
+    found = train(pipeline(recompute, variant), batches)
+    check_close(found, train(pipeline("none", variant), batches))
+    assert found.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(recompute, float64):
+    """Under stashing both have moved on by the time of the backward: the recomputed forward must see the old ones."""
+    batches = models.masked_batches(6, M, dtype=np.float64)
+    check_close(train(pipeline(recompute), batches), train_as_one_function(pipeline("none"), batches))
+
+
+def test_stages_may_recompute_differently(float64):
+    batches = models.masked_batches(4, M, dtype=np.float64)
+    plan = pipeline("none").plan
+    mixed = plan.model_copy(
+        update={"stages": tuple(s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, ("full", "none", "dots_saveable"), strict=True))}
+    )
+    pipe = Pipeline(STACK, mixed, models.masked_squares, models.momentum())
+    check_close(train(pipe, batches), train(pipeline("none"), batches))
