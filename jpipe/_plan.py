@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -77,7 +77,7 @@ class Plan(pydantic.BaseModel):
             raise explain(error, Plan, "plan") from None
 
     @pydantic.model_validator(mode="after")
-    def _legal(self) -> Self:
+    def _legal(self) -> "Plan":
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule '{self.schedule}'; {nearest(self.schedule, SCHEDULES)}")
         owner: dict[str, int] = {}
