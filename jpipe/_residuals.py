@@ -29,18 +29,18 @@ class Residuals:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def saved(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Of the VJP's leaves, those that the forward must return: each array once, in order of first use."""
-        kept: dict[int, jax.Array] = {}
+        kept: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
             if source.kind == "saved":
                 kept.setdefault(source.position, leaf)
         return tuple(kept.values())
 
-    def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Of (state, x, labels) and (y, new state), the arrays kept until the backward."""
-        kept_arguments: tuple[jax.Array, ...] = ()
-        kept_outputs: tuple[jax.Array, ...] = ()
+    def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of (state, x, labels) and (y, new state), the arrays (or their specs) kept until the backward."""
+        kept_arguments: tuple[Any, ...] = ()
+        kept_outputs: tuple[Any, ...] = ()
         if self.arguments:
             leaves = jax.tree.leaves(arguments)
             kept_arguments = tuple(leaves[i] for i in self.arguments)
