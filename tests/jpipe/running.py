@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jpipe import Pipeline, State
+from jpipe import LayerStack, Pipeline, Plan, State
 from tests.jpipe import models, monolith, reference
 
 KEY = 11
+REFERENCE_BATCHES = 9  # long enough for every schedule to run in its steady state for some batches
 
 
 class Trained(NamedTuple):
@@ -50,6 +51,31 @@ def train_as_one_function(pipe: Pipeline, batches) -> Trained:
             read=lambda layer_id, k: reference.version(plan, stage_of[layer_id], k),
         )
     )
+
+
+def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]) -> None:
+    """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference."""
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
+    batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
+    fresh = pipe.init(jax.random.key(KEY), batches[0])
+    expected = reference.train(pipe._functions(batches[0]), plan, models.on_first_device(fresh.workers), batches)
+    for drains in (set(), drain_after):
+        state, losses, weights = models.copied(fresh), {}, {}
+        for t, batch in enumerate(batches):
+            state, metrics = pipe.step(state, batch)
+            losses, weights = losses | metrics.losses, weights | metrics.weights
+            if t in drains:
+                state = pipe.drain(state)
+        state = pipe.drain(state)
+        check_equal(losses, expected.losses)
+        check_equal(weights, expected.weights)
+        for s, worker in enumerate(state.workers):
+            oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches)
+            assert sorted(worker.versions) == list(range(oldest, REFERENCE_BATCHES + 1)), f"stage {s} keeps what the next microbatches read, no more"
+            check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
+            check_equal(worker.optimizer, expected.optimizer[s])
+            check_equal(worker.layer_state, expected.layer_state[s])
+            assert not worker.buffers, f"stage {s} is empty after a drain"
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:

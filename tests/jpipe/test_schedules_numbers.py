@@ -1,19 +1,16 @@
 """The contract of every schedule: the numbers of the sequential reference, bit for bit, at every depth and number of microbatches."""
 
-import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jpipe import Pipeline, Plan
-from tests.jpipe import models, reference
-from tests.jpipe.running import check_equal
+from jpipe import Plan
+from tests.jpipe import models
+from tests.jpipe.running import REFERENCE_BATCHES, check_against_reference
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 STACK = models.rich_stack()
-OPTIMIZER = models.momentum()
-BATCHES = 9  # long enough for every schedule to run in its steady state for some batches
 
 CASES = [
     (variant, d, m, 0)
@@ -33,41 +30,16 @@ CASES = [
 ]
 
 
-def check_against_reference(plan: Plan, drain_after: set[int], stack=STACK) -> None:
-    """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference."""
-    pipe = Pipeline(stack, plan, models.masked_squares, OPTIMIZER)
-    batches = models.masked_batches(BATCHES, plan.microbatches)
-    fresh = pipe.init(jax.random.key(7), batches[0])
-    expected = reference.train(pipe._functions(batches[0]), plan, models.on_first_device(fresh.workers), batches)
-    for drains in (set(), drain_after):
-        state, losses, weights = models.copied(fresh), {}, {}
-        for t, batch in enumerate(batches):
-            state, metrics = pipe.step(state, batch)
-            losses, weights = losses | metrics.losses, weights | metrics.weights
-            if t in drains:
-                state = pipe.drain(state)
-        state = pipe.drain(state)
-        check_equal(losses, expected.losses)
-        check_equal(weights, expected.weights)
-        for s, worker in enumerate(state.workers):
-            oldest = reference.version(plan, s, BATCHES * plan.microbatches)
-            assert sorted(worker.versions) == list(range(oldest, BATCHES + 1)), f"stage {s} keeps what the next microbatches read, no more"
-            check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
-            check_equal(worker.optimizer, expected.optimizer[s])
-            check_equal(worker.layer_state, expected.layer_state[s])
-            assert not worker.buffers, f"stage {s} is empty after a drain"
-
-
 @pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
 def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])
-    check_against_reference(plan, drain_after={0, 3, 4})
+    check_against_reference(STACK, plan, drain_after={0, 3, 4})
 
 
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, recompute):
-    check_against_reference(Plan.even(STACK.ids, 3, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={2})
+    check_against_reference(STACK, Plan.even(STACK.ids, 3, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={2})
 
 
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -80,11 +52,11 @@ def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):
     fields = models.VARIANTS[data.draw(st.sampled_from(sorted(models.VARIANTS)))]
     least = len(sizes) if fields["schedule"] == "pipedream_2bw" else 1
     m = data.draw(st.integers(least, 6), label="microbatches")
-    drain_after = data.draw(st.sets(st.integers(0, BATCHES - 1), max_size=3), label="drain after")
-    check_against_reference(models.cut(STACK.ids, sizes, microbatches=m, **fields), drain_after)
+    drain_after = data.draw(st.sets(st.integers(0, REFERENCE_BATCHES - 1), max_size=3), label="drain after")
+    check_against_reference(STACK, models.cut(STACK.ids, sizes, microbatches=m, **fields), drain_after)
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_three_stages_equal_the_sequential_reference_bit_for_bit(variant):
-    check_against_reference(Plan.even(STACK.ids, 3, microbatches=4, **models.VARIANTS[variant]), drain_after={4})
+    check_against_reference(STACK, Plan.even(STACK.ids, 3, microbatches=4, **models.VARIANTS[variant]), drain_after={4})
