@@ -1,12 +1,15 @@
 """The programs of one stage compiled ahead of time for its device."""
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
+from jpipe._layers import KEY_SPEC, Layer, LayerSpec, LayerStack
 from jpipe._program import Backward, Forward, ForwardBackward, Program, Update
 from jpipe._stage import StageFunctions
 
@@ -54,17 +57,41 @@ def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: It
         {name: _lower_call(functions, device, name) for name in sorted(names)}
         for (functions, device), names in zip(stages, used, strict=True)
     ]
-    with ThreadPoolExecutor() as pool:
-        pending = [{name: pool.submit(call.compile) for name, call in calls.items()} for calls in lowered]
-        return [
-            CompiledStage(functions, device, {name: future.result() for name, future in futures.items()})
-            for (functions, device), futures in zip(stages, pending, strict=True)
-        ]
+    compiled = _compile_side_by_side([call for calls in lowered for call in calls.values()])
+    return [
+        CompiledStage(functions, device, {name: compiled.pop(0) for name in calls})
+        for (functions, device), calls in zip(stages, lowered, strict=True)
+    ]
+
+
+def compile_initializers(stack: LayerStack, specs: Mapping[str, LayerSpec], device_of: Mapping[str, jax.Device]) -> dict[str, jax.stages.Compiled]:
+    """For each layer `key -> (params, state)` on its device; equal layers of a device share one program.
+
+    A program a layer, not a stage: the bits of the weights do not depend on the cut.
+    """
+    shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
+    name_of = {}
+    for layer_id, device in device_of.items():
+        key = _on(device, KEY_SPEC)
+        lowered = jax.jit(_initializer(stack.layers[layer_id], specs[layer_id].x)).lower(key)
+        name_of[layer_id] = lowered.as_text(), device
+        shared.setdefault(name_of[layer_id], lowered)
+    compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
+    return {layer_id: compiled[name] for layer_id, name in name_of.items()}
 
 
 def compile_evaluation(functions: StageFunctions, device: jax.Device) -> jax.stages.Compiled:
     """The evaluation program of one stage."""
     return _lower_call(functions, device, "evaluate").compile()
+
+
+def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
+        return list(pool.map(lambda call: call.compile(), lowered))
+
+
+def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+    return lambda key: layer.init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
 
 
 def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Lowered:
@@ -91,7 +118,7 @@ def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
     kept = f.residuals.keep(f.specs.arguments, (y, new_state))
     if f.last:
         return kept, saved, y
-    floats = [leaf for leaf in jax.tree.leaves(y) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return kept, saved, (floats, jax.ShapeDtypeStruct((), f.loss_dtype))
 
 

@@ -37,8 +37,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shapes and dtypes around one layer, found without allocating anything: its parameters, its state, its output."""
+    """Shapes and dtypes around one layer, found without allocating anything: its input, parameters, state and output."""
 
+    x: Tree
     params: Tree
     state: Tree
     output: Tree
@@ -79,9 +80,13 @@ class LayerStack:
         """The layer ids, in order."""
         return tuple(self.layers)
 
+    def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
+        """The key that a layer is initialized with; depends on the key of the run and the layer's id only."""
+        return _fold(jax.random.fold_in(key, 0), layer_id)
+
     def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        """Parameters and state of one layer; depends on `key` and the layer's id only."""
-        return self.layers[layer_id].init(_fold(jax.random.fold_in(key, 0), layer_id), x)
+        """(parameters, state) of one layer for an input like `x`; `key` is the key of the run."""
+        return self.layers[layer_id].init(self.init_key(layer_id, key), x)
 
     def apply(
         self, ids: Sequence[str], params: Tree, state: Tree, x: Tree, *, key: jax.Array | None, microbatch: Any, train: bool
@@ -111,8 +116,8 @@ class LayerStack:
         before, x = "the batch", jax.tree.map(spec_of, inputs)
         for layer_id, layer in self.layers.items():
             try:
-                params, state = jax.eval_shape(layer.init, _KEY, x)
-                y, _ = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, _KEY)
+                params, state = jax.eval_shape(layer.init, KEY_SPEC, x)
+                y, _ = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, KEY_SPEC)
             except InputError:
                 raise
             except Exception as error:
@@ -121,16 +126,17 @@ class LayerStack:
                     f"make the output of '{before}' fit the input of '{layer_id}'"
                 ) from error
             _refuse_untrainable(layer_id, params)
-            found[layer_id] = LayerSpec(params, state, y)
+            found[layer_id] = LayerSpec(x, params, state, y)
             before, x = layer_id, y
         return found
 
 
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
+KEY_SPEC = jax.eval_shape(lambda: jax.random.key(0))
+"""What a random key looks like."""
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array (NumPy's or JAX's)."""
+    """Shape and dtype that an array (NumPy's or JAX's) has on a device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
@@ -225,7 +231,7 @@ def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
         return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     try:
-        module = nnx.eval_shape(build, _KEY)
+        module = nnx.eval_shape(build, KEY_SPEC)
     except Exception as error:
         raise InputError(f"layer '{layer_id}': its constructor fails: {_first_line(error)}") from error
     if not isinstance(module, nnx.Module):
@@ -281,7 +287,7 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
                     raise _shared(seen[id(node)], layer_id, name)
 
         try:
-            jax.eval_shape(record, _KEY)
+            jax.eval_shape(record, KEY_SPEC)
         except InputError:
             raise
         except Exception:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._compile import CompiledStage, compile_evaluation, compile_stages
+from jpipe._compile import CompiledStage, compile_evaluation, compile_initializers, compile_stages
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
-from jpipe._layers import LayerStack, describe, spec_of
+from jpipe._layers import KEY_SPEC, LayerStack, describe, spec_of
 from jpipe._lower import lower, lower_evaluation
 from jpipe._plan import Plan
 from jpipe._program import Program
@@ -110,7 +110,9 @@ class Pipeline:
         self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), first_steps + drains + restarts)
         self._spec = _microbatch_spec(batch, self.plan.microbatches)
         self.__dict__.pop("_evaluations", None)
-        return State(tuple(self._init_worker(stage, key) for stage in self._stages), batch=0, start=0)
+        device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
+        initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), device_of)
+        return State(tuple(self._init_worker(stage, initializers, key) for stage in self._stages), batch=0, start=0)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -219,7 +221,7 @@ class Pipeline:
         x = inputs
         for s, stage in enumerate(self.plan.stages):
             first, last = s == 0, s == self.plan.depth - 1
-            draw = (jax.ShapeDtypeStruct((), np.uint32), _KEY) if self.stack.is_stochastic(stage.layers) else (None, None)
+            draw = (jax.ShapeDtypeStruct((), np.uint32), KEY_SPEC) if self.stack.is_stochastic(stage.layers) else (None, None)
             params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
             state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
             specs = Specs(params, state, x, labels if last else None, draw)
@@ -228,17 +230,13 @@ class Pipeline:
         _check_loss(functions[-1], x, labels)
         return functions
 
-    def _init_worker(self, stage: CompiledStage, key: jax.Array) -> WorkerState:
-        f, device = stage.functions, stage.device
-        key = jax.device_put(key, device)
-        params, state = {}, {}
-        x = f.specs.x
+    def _init_worker(self, stage: CompiledStage, initializers: dict[str, jax.stages.Compiled], key: jax.Array) -> WorkerState:
+        f, params, state = stage.functions, {}, {}
         for layer_id in f.stage.layers:
-            make = _initializer(f.stack, layer_id, x)  # a layer at a time, so that the bits do not depend on the cut
-            params[layer_id], state[layer_id] = jax.device_put(make(key), device)
-            x = jax.eval_shape(lambda p, s, v, k, i=layer_id: f.stack.layers[i].apply(p, s, v, k, True)[0], params[layer_id], state[layer_id], x, _KEY)
-        optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), device)
-        return WorkerState({0: params}, optimizer, state, sums, {}, key)
+            layer_key = jax.device_put(self.stack.init_key(layer_id, key), stage.device)
+            params[layer_id], state[layer_id] = initializers[layer_id](layer_key)
+        optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
+        return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
 
     @cached_property
     def _horizon(self) -> int:
@@ -281,9 +279,6 @@ class Pipeline:
         return [compile_evaluation(stage.functions, stage.device) for stage in self._stages]
 
 
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
-
-
 def _microbatch_spec(batch: Batch, count: int) -> Batch:
     """Shapes and dtypes of one of `count` microbatches."""
     if not (isinstance(batch, tuple) and len(batch) == 2):
@@ -320,10 +315,6 @@ def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
             f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
             f"it says: {type(error).__name__}: {line}"
         ) from error
-
-
-def _initializer(stack: LayerStack, layer_id: str, x: Tree) -> Any:
-    return jax.jit(lambda key: stack.init_layer(layer_id, key, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)))
 
 
 def _metrics(finished: dict[int, tuple[jax.Array, jax.Array]]) -> Metrics:
