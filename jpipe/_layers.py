@@ -224,7 +224,7 @@ def _linen(module: linen.Module) -> Layer:
 
 
 def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
-    def build(key: jax.Array) -> nnx.Module:
+    def build(key: jax.Array) -> Any:  # checked below: the constructor is the caller's
         return constructor(rngs=nnx.Rngs(key))
 
     def split(module: nnx.Module) -> Any:
