@@ -1,0 +1,204 @@
+"""NNX, Linen, functions and `Layer`s in one stack; layer state; what a stack refuses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jpipe import InputError, Layer, LayerStack, Pipeline, Plan
+from tests.jpipe import models
+from tests.jpipe.running import check_against_reference, check_close, check_equal, fresh, layer_state, train, train_as_one_function
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+class LinenBlock(linen.Module):
+    width: int
+    has_norm: bool = True
+    dtype: Any = jnp.float32
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.Dense(self.width, param_dtype=self.dtype)(x)
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(x) if self.has_norm else x
+        return linen.Dropout(0.3, deterministic=not train)(x)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs, *, has_norm: bool = True, dtype: Any = jnp.float32) -> None:
+        self.linear = nnx.Linear(width, width, param_dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs) if has_norm else jnp.sin
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def mixed_stack() -> LayerStack:
+    return LayerStack(
+        {
+            "layer": models.dense(4),
+            "linen": LinenBlock(4, has_norm=False, dtype=jnp.float64),
+            "nnx": lambda rngs: NnxBlock(4, rngs, has_norm=False, dtype=jnp.float64),
+            "function": jnp.tanh,
+            "linear": lambda rngs: nnx.Linear(4, models.WIDTH, param_dtype=jnp.float64, rngs=rngs),
+        }
+    )
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream_2bw"])
+def test_all_kinds_of_layers_train_in_one_stack(variant, float64):
+    stack, m = mixed_stack(), 3
+    pipe = Pipeline(stack, models.cut(stack.ids, (2, 1, 2), microbatches=m, **models.VARIANTS[variant]), models.squares, optax.adam(0.01))
+    batches = models.batches_of(4, 4 * m, dtype=np.float64)
+    check_close(train(pipe, batches), train_as_one_function(pipe, batches))
+
+
+class Tower(nnx.Module):
+    """More sublayers than one digit counts, and paths that sort otherwise as text."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.parts = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(12)])
+
+    def __call__(self, x):
+        for part in self.parts:
+            x = jnp.sin(part(x))
+        return x
+
+
+def test_an_nnx_layer_computes_what_the_module_computes():
+    stack = LayerStack({"tower": lambda rngs: Tower(rngs)})
+    x = jnp.asarray(models.batches_of(1, 5)[0][0])
+    params, state = stack.init_layer("tower", jax.random.key(0), x)
+    y, _ = jax.jit(lambda p, s, x: stack.apply(("tower",), {"tower": p}, {"tower": s}, x, key=None, microbatch=None, train=True))(params, state, x)
+    module = Tower(nnx.Rngs(0))
+    _, form = nnx.split(module)
+    nnx.update(module, jax.tree.unflatten(jax.tree.structure(form), jax.tree.leaves(params)))
+    for i, part in enumerate(module.parts):
+        check_equal(part.kernel[...], params["parts"][i]["kernel"])
+    np.testing.assert_allclose(y, module(x), rtol=1e-6)
+
+
+class LinenNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        return linen.BatchNorm(use_running_average=not train, momentum=0.8)(x)
+
+
+NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen": LinenNorm()}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("variant", models.VARIANTS)
+@pytest.mark.parametrize("kind", NORMS)
+def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, variant, recompute):
+    """The running mean and variance of the raw inputs, by hand with NumPy; the norm comes first, so that no weight reaches them."""
+    stack, m = LayerStack({"norm": NORMS[kind], "first": models.dense(), "second": models.dense()}), 3
+    plan = models.cut(stack.ids, (1, 1, 1), microbatches=m, recompute=recompute, **models.VARIANTS[variant])
+    batches = models.batches_of(4, 4 * m)
+    found = train(Pipeline(stack, plan, models.squares, models.momentum()), batches).layer_state["norm"]
+    found = found["batch_stats"]["BatchNorm_0"] if kind == "linen" else found
+    mean, var = np.zeros(3), np.ones(3)
+    for x, _ in batches:
+        for microbatch in np.split(x.astype(np.float64), m):
+            mean, var = 0.8 * mean + 0.2 * microbatch.mean(0), 0.8 * var + 0.2 * microbatch.var(0)
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5, atol=1e-7)  # Flax keeps them in float32 always
+    np.testing.assert_allclose(found["var"], var, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
+def test_batch_norm_equals_the_sequential_reference_bit_for_bit(variant, recompute):
+    stack = LayerStack({"in": models.dense(), "nnx": lambda rngs: NnxBlock(3, rngs), "linen": LinenBlock(3), "out": models.dense()})
+    check_against_reference(stack, Plan.even(stack.ids, 4, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={3})
+
+
+def test_evaluation_uses_the_running_statistics_and_leaves_them():
+    stack = LayerStack({"norm": lambda rngs: nnx.BatchNorm(3, momentum=0.5, rngs=rngs), "drop": lambda rngs: nnx.Dropout(0.5, rngs=rngs)})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, optax.sgd(0.0))
+    batches = models.batches_of(2, 4)
+    state, _ = pipe.step(fresh(pipe, batches), batches[0])
+    before = models.copied(layer_state(state))
+    x, labels = batches[1]
+    stats = jax.tree.map(np.asarray, before["norm"])
+    expected = (((x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5) - labels) ** 2).mean()
+    np.testing.assert_allclose(pipe.evaluate(state, batches[1]).loss, expected, rtol=1e-6)
+    check_equal(layer_state(state), before)
+
+
+# What a stack refuses --------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_nnx_parameter_is_refused():
+    shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    class Uses(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = shared
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    with pytest.raises(InputError, match=r"layers 'a' and 'b' share the parameter or module 'inner\.(kernel|bias)'.*tied weights.*give 'b' its own"):
+        LayerStack({"a": lambda rngs: Uses(rngs), "b": lambda rngs: Uses(rngs)})
+
+
+def test_a_linen_module_given_twice_is_refused():
+    module = linen.Dense(3)
+    with pytest.raises(InputError, match=r"layers 'a' and 'c' share the parameter or module 'Dense'.*module\.clone\(\)"):
+        LayerStack({"a": module, "b": jnp.tanh, "c": module})
+    LayerStack({"a": module, "b": module.clone()})
+
+
+def test_functions_and_layers_may_be_used_twice():
+    assert LayerStack({"a": jnp.tanh, "b": jnp.tanh, "c": models.dense(), "d": models.dense()}).ids == ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({}, r"expected at least one layer, found none"),
+        ({"": jnp.tanh}, r"a layer id is a non-empty string, found ''"),
+        ({"a": 5}, r"layer 'a' is int; expected an NNX constructor.*or a jpipe\.Layer"),
+        ({"a": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, r"layer 'a' is an NNX module that is built already; give its constructor.*lambda rngs: Linear"),
+        ({"a": lambda rngs: 3}, r"layer 'a': its constructor returned int, expected a flax\.nnx\.Module"),
+        ({"a": lambda rngs: 1 / 0}, r"layer 'a': its constructor fails: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_layer_is_refused(layers, message):
+    with pytest.raises(InputError, match=message):
+        LayerStack(layers)
+
+
+def test_layers_that_do_not_fit_are_named_with_their_shapes():
+    stack = LayerStack({"narrow": models.dense(4), "wide": lambda rngs: nnx.Linear(5, 3, rngs=rngs)})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
+    with pytest.raises(InputError, match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it says: .*5.*make the output of 'narrow' fit"):
+        pipe.check(models.batches_of(1, 4)[0])
+
+
+def test_a_first_layer_that_does_not_fit_the_batch_is_named():
+    stack = LayerStack({"first": lambda rngs: nnx.Linear(5, 3, rngs=rngs)})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), models.squares, models.momentum())
+    with pytest.raises(InputError, match=r"layer 'first' does not take what 'the batch' gives it: float32\[2, 3\]"):
+        pipe.check(models.batches_of(1, 4)[0])
+
+
+def test_integer_parameters_are_refused():
+    counted = Layer(lambda key, x: ({"count": jnp.zeros(3, jnp.int32)}, {}), lambda params, state, x, key, train: (x, state))
+    with pytest.raises(InputError, match=r"parameter a\['count'\] is int32: only floating-point parameters.*make it layer state"):
+        LayerStack({"a": counted}).specs(np.zeros((2, 3), np.float32))
+
+
+def test_planning_allocates_nothing():
+    before = len(jax.live_arrays())
+    stack = LayerStack({f"big{i}": lambda rngs: nnx.Linear(100_000, 100_000, rngs=rngs) for i in range(2)})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
+    pipe.check((np.zeros((2, 100_000), np.float32), np.zeros((2, 100_000), np.float32)))
+    assert len(jax.live_arrays()) == before
