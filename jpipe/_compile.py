@@ -98,13 +98,15 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax
     f, specs = functions, functions.specs
     sums = jax.eval_shape(f.zero_sums, specs.params)
     optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
+    weight = jax.ShapeDtypeStruct((), f.loss_dtype)
+    unweighted = {name: part for name, part in sums.items() if name != "weight"}
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
         "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
         "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
-        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, sums)),
-        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, sums)),
-        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, unweighted, weight)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, unweighted, weight)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, unweighted, weight)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
     function, donated, inputs = arguments[name]()
@@ -118,13 +120,12 @@ def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
     kept = f.residuals.keep(f.specs.arguments, (y, new_state))
     if f.last:
         return kept, saved, y
-    floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return kept, saved, (floats, jax.ShapeDtypeStruct((), f.loss_dtype))
+    return kept, saved, [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
 def _update_into(f: StageFunctions) -> Callable[..., Any]:
-    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree) -> Any:
-        return f.update(params, optimizer_state, sums)
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array) -> Any:
+        return f.update(params, optimizer_state, sums, weight)
 
     return update
 

@@ -22,7 +22,7 @@ class StageCost:
         outputs: what the forward sends on.
         residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
         kept_outputs: the part of `outputs` that is among the residuals.
-        message: the output gradient that arrives (with the microbatch's weight); the last stage's own (sum, weight).
+        message: the output gradient that arrives; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves.
         weights: one version. `optimizer`, `state`, `sums`: optimizer state, layer state, accumulated gradients.
         temporary: the largest scratch memory of a program.
@@ -124,7 +124,6 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
     f, specs = functions, functions.specs
     y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
     kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
-    scalar = f.loss_dtype.itemsize
     floats = [leaf for leaf in jax.tree.leaves(y) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
     moving = [leaf for leaf in jax.tree.leaves(specs.x) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
     return StageCost(
@@ -134,8 +133,8 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         outputs=nbytes(y),
         residuals=nbytes((saved, kept_arguments, kept_outputs)),
         kept_outputs=nbytes(kept_outputs),
-        message=nbytes(y) if f.last else nbytes(floats) + scalar,
-        gradient=0 if f.first else nbytes(moving) + scalar,
+        message=nbytes(y) if f.last else nbytes(floats),
+        gradient=0 if f.first else nbytes(moving),
         weights=nbytes(specs.params),
         optimizer=nbytes(jax.eval_shape(f.init_optimizer, specs.params)),
         state=nbytes(specs.state),

@@ -264,7 +264,7 @@ class Pipeline:
             raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
         if self._spec is None or len(state.workers) != len(self._stages):
             raise InputError("state: this pipeline did not make it; call init first")
-        if any(worker.sums["weight"].is_deleted() for worker in state.workers):
+        if state.workers[-1].sums["weight"].is_deleted():
             raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
 
     def _settled(self, state: State) -> State:

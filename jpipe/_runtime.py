@@ -51,14 +51,12 @@ def run(
         The new states, and (mean loss, weight) of each batch that was finished, without waiting for any of it.
     """
     transport = LocalTransport([stage.device for stage in stages])
-    first = program.begin * program.plan.microbatches
-    workers = [
-        _Worker(stage, state, transport, shift, shift * program.plan.microbatches) for stage, state in zip(stages, states, strict=True)
-    ]
+    microbatches = program.plan.microbatches
+    workers = [_Worker(stage, state, transport, shift, microbatches) for stage, state in zip(stages, states, strict=True)]
     for instruction in program.instructions:
         worker = workers[instruction.worker]
         if type(instruction) is Load:
-            row = (instruction.microbatch - first) * rows_each
+            row = (instruction.microbatch - program.begin * microbatches) * rows_each
             worker.load(instruction, rows(batches[instruction.data], row, row + rows_each))
         else:
             _METHODS[type(instruction)](worker, instruction)
@@ -70,15 +68,17 @@ def run(
 class _Worker:
     """A worker while a program runs: its state unpacked, and a method for each type of instruction."""
 
-    def __init__(self, stage: CompiledStage, state: WorkerState, transport: LocalTransport, shift: int, microbatch_shift: int) -> None:
+    def __init__(self, stage: CompiledStage, state: WorkerState, transport: LocalTransport, shift: int, microbatches: int) -> None:
         self.calls, self.transport = stage.calls, transport
         self.residuals = stage.functions.residuals
         self.last, self.first = stage.functions.last, stage.functions.first
         self.stochastic = stage.functions.specs.draw[1] is not None
-        self.shift, self.microbatch_shift = shift, microbatch_shift
+        self.shift, self.microbatch_shift = shift, shift * microbatches
         own = state.taken()
         self.versions, self.buffers, self.layer_state = own.versions, own.buffers, own.layer_state
         self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
+        self.microbatches = microbatches
+        self.weight: jax.Array | None = None  # of the batch that is about to be updated with
         self.finished: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def state(self) -> WorkerState:
@@ -100,24 +100,29 @@ class _Worker:
     def backward(self, i: Backward) -> None:
         k = i.microbatch + self.microbatch_shift
         kept, saved = self.buffers.pop(("residuals", k))
-        message, self.sums = self.calls["backward"](
-            self.versions[i.version + self.shift], kept, saved, self.buffers.pop(("message", k)), self.sums, self.draw(k)
-        )
-        if not self.first:
-            self.buffers["gradient", k] = message
+        message = self.buffers.pop(("message", k))
+        if not self.last and self.ends_batch(k):
+            message, self.weight = message
+        params = self.versions[i.version + self.shift]
+        gradient, self.sums = self.calls["backward"](params, kept, saved, message, self.sums, self.draw(k))
+        self.after_backward(k, gradient)
 
     def forward_backward(self, i: ForwardBackward) -> None:
         k = i.microbatch + self.microbatch_shift
-        message, self.sums, self.layer_state = self.calls["forward_backward"](
-            self.versions[i.version + self.shift],
-            self.layer_state,
-            self.buffers.pop(("inputs", k)),
-            self.buffers.pop(("labels", k)),
-            self.sums,
-            self.draw(k),
-        )
+        x, labels = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k))
+        params = self.versions[i.version + self.shift]
+        gradient, self.sums, self.layer_state = self.calls["forward_backward"](params, self.layer_state, x, labels, self.sums, self.draw(k))
+        self.after_backward(k, gradient)
+
+    def after_backward(self, k: int, gradient: Tree) -> None:
+        """Keep the input gradient to be sent; the weight of the batch rides with its last one, since every stage divides by it."""
+        if self.last:
+            self.weight = self.sums["weight"]
         if not self.first:
-            self.buffers["gradient", k] = message
+            self.buffers["gradient", k] = (gradient, self.weight) if self.ends_batch(k) else gradient
+
+    def ends_batch(self, k: int) -> bool:
+        return (k + 1) % self.microbatches == 0
 
     def send(self, i: Send) -> None:
         k = i.microbatch + self.microbatch_shift
@@ -133,9 +138,10 @@ class _Worker:
         params = self.versions[batch]
         retired = () if i.retires is None else (self.versions.pop(i.retires + self.shift),)
         memory = retired if kind == "into_retired" else ()
-        self.versions[batch + 1], self.optimizer, self.sums, loss, weight = self.calls[kind](*memory, params, self.optimizer, self.sums)
+        sums = {name: part for name, part in self.sums.items() if name != "weight"}  # the update takes the memory of the sums
+        self.versions[batch + 1], self.optimizer, self.sums, loss = self.calls[kind](*memory, params, self.optimizer, sums, self.weight)
         if self.last:
-            self.finished[batch] = loss, weight
+            self.finished[batch] = loss, self.weight
 
     def release(self, i: Release) -> None:
         del self.versions[i.version + self.shift]

@@ -40,9 +40,8 @@ class StageFunctions:
 
     Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
     (sum of the losses, weight). `draw` is (microbatch, key), or (None, None) where nothing is random. A gradient message
-    is (gradient of the floating-point leaves of y, weight of the microbatch): the weight rides with the gradients to all
-    stages, because every one of them divides by the weight of the batch. `sums` are what a batch accumulates:
-    gradients, weight and, at the last stage, the loss.
+    is the gradient of the floating-point leaves of y, at the last stage y itself. `sums` are what a batch accumulates:
+    gradients and, at the last stage, loss and weight.
 
     Attributes:
         stack: the model.
@@ -66,7 +65,7 @@ class StageFunctions:
         (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), draw)
         return y, new_state, self.residuals.saved(leaves)
 
-    def backward(self, params: Tree, kept: Any, saved: Tree, message: tuple[Tree, jax.Array], sums: Tree, draw: tuple[Any, Any]) -> Any:
+    def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, sums: Tree, draw: tuple[Any, Any]) -> Any:
         """(gradient message for the stage before, sums with this microbatch added)."""
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
         leaves, form = jax.tree.flatten(blank)
@@ -84,17 +83,21 @@ class StageFunctions:
         message, sums = self._pull_back(vjp, y, sums)
         return message, sums, new_state
 
-    def update(self, params: Tree, optimizer_state: Tree, sums: Tree) -> tuple[Tree, Tree, Tree, jax.Array, jax.Array]:
-        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, mean loss, weight of the batch).
+    def update(self, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array | None]:
+        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, mean loss of the batch).
 
-        A batch whose weights are all zero teaches nothing: its gradient and its loss are zero.
+        `weight` is that of the batch, the same at all stages, and at the last one taken out of `sums`; the loss is None at
+        the others. A batch whose weights are all zero teaches nothing: its gradient and its loss are zero.
         """
-        weight = jnp.where(sums["weight"] == 0, jnp.ones_like(sums["weight"]), sums["weight"])
+        divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
         new_params, new_state = {}, {}
         for layer_id, gradient in sums["gradients"].items():
-            mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
+            mean = jax.tree.map(lambda g: g / divisor.astype(g.dtype), gradient)
             new_params[layer_id], new_state[layer_id] = self._update_layer(layer_id, mean, optimizer_state[layer_id], params[layer_id])
-        return new_params, new_state, jax.tree.map(jnp.zeros_like, sums), sums["loss"] / weight, sums["weight"]
+        zeros = jax.tree.map(jnp.zeros_like, sums)
+        if not self.last:
+            return new_params, new_state, zeros, None
+        return new_params, new_state, zeros | {"weight": jnp.zeros_like(weight)}, sums["loss"] / divisor
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum of the losses, weight)."""
@@ -107,8 +110,10 @@ class StageFunctions:
 
     def zero_sums(self, params: Tree) -> Tree:
         """Sums of a batch of which nothing has been seen."""
-        zero = jnp.zeros((), self.loss_dtype)
-        return {"gradients": jax.tree.map(jnp.zeros_like, params), "weight": zero, "loss": zero}
+        sums = {"gradients": jax.tree.map(jnp.zeros_like, params)}
+        if self.last:
+            sums |= {"loss": jnp.zeros((), self.loss_dtype), "weight": jnp.zeros((), self.loss_dtype)}
+        return sums
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -151,16 +156,13 @@ class StageFunctions:
         outputs, vjp = self._linearize(params, arguments, draw)
         return outputs, jax.tree.leaves(vjp)
 
-    def _pull_back(self, vjp: Any, message: tuple[Tree, jax.Array], sums: Tree) -> tuple[Any, Tree]:
-        """Apply the VJP to a gradient message, or at the last stage to its own (sum, weight); add up the gradients."""
-        upstream, weight = message
-        gradients, x_gradient = vjp([jnp.ones_like(upstream)] if self.last else upstream)
-        added = {
-            "gradients": jax.tree.map(jnp.add, sums["gradients"], gradients),
-            "weight": sums["weight"] + weight,
-            "loss": sums["loss"] + upstream if self.last else sums["loss"],
-        }
-        return (x_gradient, weight), added
+    def _pull_back(self, vjp: Any, message: Tree, sums: Tree) -> tuple[Tree, Tree]:
+        """Apply the VJP to a gradient message, at the last stage to (sum, weight); (gradient message for before, new sums)."""
+        gradients, x_gradient = vjp([jnp.ones_like(message[0])] if self.last else message)
+        added = {"gradients": jax.tree.map(jnp.add, sums["gradients"], gradients)}
+        if self.last:
+            added |= {"loss": sums["loss"] + message[0], "weight": sums["weight"] + message[1]}
+        return x_gradient, added
 
     def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
         result = self.loss(outputs, labels)

@@ -50,5 +50,6 @@ def train(functions, plan, start, batches) -> Outcome:
             x, sums[s] = calls[s]["backward"](read[s], *left[s], x, sums[s], draw[s])
         for s in range(d if (k + 1) % m == 0 else 0):
             t = k // m
-            versions[s][t + 1], optimizer[s], sums[s], losses[t], weights[t] = calls[s]["update"](versions[s][t], optimizer[s], sums[s])
+            weights[t] = sums[last].pop("weight") if s == 0 else weights[t]
+            versions[s][t + 1], optimizer[s], sums[s], losses[t] = calls[s]["update"](versions[s][t], optimizer[s], sums[s], weights[t])
     return Outcome(losses, weights, versions, optimizer, state)
