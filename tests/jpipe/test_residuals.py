@@ -1,0 +1,128 @@
+"""What a forward leaves for its backward: no weights, no cast copies of weights, with full recomputation only what the stage was given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jpipe import LayerStack, Pipeline, Plan
+from tests.jpipe import models
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+ROWS, WIDTH, HIDDEN = 7, 5, 11  # all different: no activation has the shape of a weight
+
+
+class NnxBlock(nnx.Module):
+    """float32 parameters that compute in bfloat16: the module casts its weights in every call."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(WIDTH, HIDDEN, dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class LinenBlock(linen.Module):
+    """The same in Linen."""
+
+    @linen.compact
+    def __call__(self, x, train):
+        y = linen.Dense(HIDDEN, dtype=jnp.bfloat16)(linen.LayerNorm(dtype=jnp.bfloat16)(x))
+        y = linen.Dense(WIDTH, dtype=jnp.bfloat16)(linen.gelu(y))
+        return x + linen.Dropout(0.5, deterministic=not train)(y)
+
+
+class Scanned(nnx.Module):
+    """Weights cast and used inside a loop."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        kernel = self.kernel[...].astype(jnp.bfloat16)
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ kernel), None), x, length=3)[0]
+
+
+BLOCKS = {"nnx": lambda rngs: NnxBlock(rngs), "linen": LinenBlock(), "scanned": lambda rngs: Scanned(rngs)}
+
+
+def to_bfloat16(x):
+    return x.astype(jnp.bfloat16)
+
+
+def loss(y, labels):
+    return ((y.astype(jnp.float32) - labels) ** 2).sum(), 1.0
+
+
+def functions_of(blocks, recompute):
+    """Stage functions of four stages whose last one does not run in one piece (GPipe)."""
+    layers = {f"{kind}{i}": BLOCKS[kind] if kind != "linen" else LinenBlock() for i, kind in enumerate(blocks)}
+    stack = LayerStack({"cast": to_bfloat16, **layers})
+    plan = models.cut(stack.ids, (2, *[1] * (len(blocks) - 1)), microbatches=2, recompute=recompute, schedule="gpipe")
+    pipe = Pipeline(stack, plan, loss, optax.sgd(0.1))
+    batch = (np.zeros((2 * ROWS, WIDTH), np.float32),) * 2
+    return pipe._functions(batch)
+
+
+def shapes(tree) -> set:
+    return {leaf.shape for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable", "nothing_saveable", "everything_saveable"])
+@pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen"), ("scanned", "nnx", "linen")], ids="-".join)
+def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
+    for f in functions_of(blocks, recompute):
+        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+        left = f.residuals.keep(f.specs.arguments, (y, state)), saved
+        weights = shapes(f.specs.params) | {shape[::-1] for shape in shapes(f.specs.params)}
+        assert not weights & shapes(left), f"{f.stage.layers}: {recompute}"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("recompute", ["full", "nothing_saveable"])
+@pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen")], ids="-".join)
+def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):
+    for f in functions_of(blocks, recompute):
+        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+        assert jax.tree.leaves(saved) == [], f.stage.layers
+        arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
+        assert outputs == ()
+        given = [f.specs.x, f.specs.labels] if f.last else [f.specs.x]
+        assert [a.shape for a in arguments] == [g.shape for g in given]
+
+
+def test_full_recomputation_keeps_the_layer_state_that_the_forward_read():
+    stack = models.rich_stack()
+    pipe = Pipeline(stack, Plan.even(stack.ids, 4, "pipedream", 1, recompute="full"), models.masked_squares, optax.sgd(0.1))
+    first = pipe._functions(models.masked_batches(1, 1)[0])[0]
+    arguments, outputs = first.residuals.keep(first.specs.arguments, first.specs.arguments[::-1])
+    assert outputs == ()
+    assert [a.shape for a in arguments] == [first.specs.state["track"]["mean"].shape, first.specs.x.shape]
+
+
+def test_dots_saveable_keeps_the_outputs_of_matrix_products_and_the_stage_input():
+    f = functions_of(("nnx", "nnx"), "dots_saveable")[1]
+    y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(saved)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+def test_an_array_is_kept_once_though_several_layers_need_it():
+    """What flows between two layers of a stage is one array, and so is the stage input, though two layers read it."""
+
+    def unchanged(x):
+        return x
+
+    stack = LayerStack({"a": models.dense(WIDTH, unchanged), "b": models.dense(HIDDEN, unchanged), "c": lambda x: x * x, "d": jnp.sin})
+    pipe = Pipeline(stack, models.cut(stack.ids, (3, 1), microbatches=2, schedule="gpipe"), models.squares, optax.sgd(0.1))
+    f = pipe._functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, HIDDEN), np.float32)))[0]
+    y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
+    assert [a.shape for a in arguments] == [(ROWS, 3)]
+    assert sorted(leaf.shape for leaf in jax.tree.leaves((saved, outputs))) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
