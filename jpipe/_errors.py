@@ -21,7 +21,10 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], where: str) -> InputError:
     """Turn pydantic's report about `model` data that came from `where` (a file name, say) into one InputError, a line a problem."""
     lines = []
-    for problem in error.errors():
+    problems = error.errors()
+    for problem in problems:
+        if problem["type"] == "too_short" and any(_is_inside(other["loc"], problem["loc"]) for other in problems):
+            continue  # it counted only the items that have no problem of their own
         at = ".".join(str(part) for part in problem["loc"])
         found = problem.get("input")
         match problem["type"]:
@@ -30,12 +33,19 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
                 lines.append(f"{where}: unknown key '{at}'; {nearest(str(problem['loc'][-1]), fields)}")
             case "missing":
                 lines.append(f"{where}: key '{at}' is missing; add it")
+            case "too_short":
+                limits = problem["ctx"]
+                lines.append(f"{where}: {at}: expected at least {limits['min_length']} of them, found {limits['actual_length']}")
             case "value_error":
                 lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
             case _:
                 expected = problem["msg"].removeprefix("Input should be ")
                 lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {_short(found)}")
     return InputError("\n".join(lines))
+
+
+def _is_inside(location: Sequence[str | int], outer: Sequence[str | int]) -> bool:
+    return len(location) > len(outer) and tuple(location[: len(outer)]) == tuple(outer)
 
 
 def _short(value: Any) -> str:

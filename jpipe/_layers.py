@@ -145,8 +145,12 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
 def describe(tree: Tree) -> str:
     """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    words = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
+    words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves]
     return ", ".join(words) if words else "nothing"
+
+
+def _describe_leaf(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:
@@ -225,17 +229,20 @@ def _linen(module: linen.Module) -> Layer:
 
 def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
     def build(key: jax.Array) -> Any:  # checked below: the constructor is the caller's
-        return constructor(rngs=nnx.Rngs(key))
+        module = constructor(rngs=nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+        return module
 
     def split(module: nnx.Module) -> Any:
         return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     try:
         module = nnx.eval_shape(build, KEY_SPEC)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"layer '{layer_id}': its constructor fails: {_first_line(error)}") from error
-    if not isinstance(module, nnx.Module):
-        raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
     graphs = {}
     for train in (False, True):  # in this order: the module is left in training mode
         module.train() if train else module.eval()

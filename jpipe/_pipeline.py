@@ -264,7 +264,7 @@ class Pipeline:
             raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
         if self._spec is None or len(state.workers) != len(self._stages):
             raise InputError("state: this pipeline did not make it; call init first")
-        if state.workers[-1].sums["weight"].is_deleted():
+        if any(_is_used_up(worker) for worker in state.workers):
             raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
 
     def _settled(self, state: State) -> State:
@@ -279,10 +279,16 @@ class Pipeline:
         return [compile_evaluation(stage.functions, stage.device) for stage in self._stages]
 
 
+def _is_used_up(worker: WorkerState) -> bool:
+    """Whether a run took what it held, or donated the arrays that a copy of it shares."""
+    return not worker.versions or any(leaf.is_deleted() for leaf in jax.tree.leaves(worker.sums)[:1])
+
+
 def _microbatch_spec(batch: Batch, count: int) -> Batch:
     """Shapes and dtypes of one of `count` microbatches."""
     if not (isinstance(batch, tuple) and len(batch) == 2):
-        raise InputError(f"batch: expected a tuple (inputs, labels), found {type(batch).__name__}")
+        found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
+        raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
     leaves = jax.tree.leaves(batch)
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:

@@ -169,6 +169,6 @@ class Plan(pydantic.BaseModel):
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected a JSON object with \"format\": \"{FORMAT}\", found {found!r}; is this a plan of jpipe?")
         try:
-            return cls.model_validate(data)
-        except pydantic.ValidationError as error:
-            raise explain(error, cls, where) from None
+            return cls(**data)
+        except InputError as error:
+            raise InputError("\n".join(where + line.removeprefix("plan") for line in str(error).splitlines())) from None

@@ -19,8 +19,8 @@ class LocalTransport:
         self._mailbox: dict[tuple[int, Message, int], Tree] = {}
 
     def load(self, worker: int, data: Tree) -> Tree:
-        """Bring host arrays to a worker. Copied, because the caller may overwrite its batch while the devices still read."""
-        return jax.device_put(data, self._devices[worker], may_alias=False)
+        """Bring host arrays to a worker. Copied first, because the caller may overwrite its batch at once and `device_put` reads late."""
+        return jax.device_put(jax.tree.map(np.copy, data), self._devices[worker])
 
     def send(self, to: int, message: Message, microbatch: int, tree: Tree) -> None:
         """Start moving a message to the worker `to`."""

@@ -47,7 +47,13 @@ def train_as_one_function(pipe: Pipeline, batches) -> Trained:
     start = models.on_first_device((pipe.params(state), layer_state(state)))
     return Trained(
         *monolith.train(
-            pipe.stack, pipe.loss, pipe.optimizer, *start, jax.random.key(KEY), batches, plan.microbatches,
+            pipe.stack,
+            pipe.loss,
+            pipe.optimizer,
+            *start,
+            jax.random.key(KEY),
+            batches,
+            plan.microbatches,
             read=lambda layer_id, k: reference.version(plan, stage_of[layer_id], k),
         )
     )
@@ -71,7 +77,9 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         check_equal(weights, expected.weights)
         for s, worker in enumerate(state.workers):
             oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches)
-            assert sorted(worker.versions) == list(range(oldest, REFERENCE_BATCHES + 1)), f"stage {s} keeps what the next microbatches read, no more"
+            assert sorted(worker.versions) == list(range(oldest, REFERENCE_BATCHES + 1)), (
+                f"stage {s} keeps what the next microbatches read, no more"
+            )
             check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
             check_equal(worker.optimizer, expected.optimizer[s])
             check_equal(worker.layer_state, expected.layer_state[s])
@@ -91,4 +99,7 @@ def check_equal(found, expected) -> None:
     """The same tree, the same bits."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        a, b = (leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in (a, b))
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)

@@ -75,7 +75,9 @@ def test_an_nnx_layer_computes_what_the_module_computes():
     stack = LayerStack({"tower": lambda rngs: Tower(rngs)})
     x = jnp.asarray(models.batches_of(1, 5)[0][0])
     params, state = stack.init_layer("tower", jax.random.key(0), x)
-    y, _ = jax.jit(lambda p, s, x: stack.apply(("tower",), {"tower": p}, {"tower": s}, x, key=None, microbatch=None, train=True))(params, state, x)
+    y, _ = jax.jit(lambda p, s, x: stack.apply(("tower",), {"tower": p}, {"tower": s}, x, key=None, microbatch=None, train=True))(
+        params, state, x
+    )
     module = Tower(nnx.Rngs(0))
     _, form = nnx.split(module)
     nnx.update(module, jax.tree.unflatten(jax.tree.structure(form), jax.tree.leaves(params)))
@@ -116,7 +118,9 @@ def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, varian
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_batch_norm_equals_the_sequential_reference_bit_for_bit(variant, recompute):
     stack = LayerStack({"in": models.dense(), "nnx": lambda rngs: NnxBlock(3, rngs), "linen": LinenBlock(3), "out": models.dense()})
-    check_against_reference(stack, Plan.even(stack.ids, 4, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={3})
+    check_against_reference(
+        stack, Plan.even(stack.ids, 4, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={3}
+    )
 
 
 def test_evaluation_uses_the_running_statistics_and_leaves_them():
@@ -145,7 +149,9 @@ def test_a_shared_nnx_parameter_is_refused():
         def __call__(self, x):
             return self.inner(x)
 
-    with pytest.raises(InputError, match=r"layers 'a' and 'b' share the parameter or module 'inner\.(kernel|bias)'.*tied weights.*give 'b' its own"):
+    with pytest.raises(
+        InputError, match=r"layers 'a' and 'b' share the parameter or module 'inner\.(kernel|bias)'.*tied weights.*give 'b' its own"
+    ):
         LayerStack({"a": lambda rngs: Uses(rngs), "b": lambda rngs: Uses(rngs)})
 
 
@@ -166,8 +172,11 @@ def test_functions_and_layers_may_be_used_twice():
         ({}, r"expected at least one layer, found none"),
         ({"": jnp.tanh}, r"a layer id is a non-empty string, found ''"),
         ({"a": 5}, r"layer 'a' is int; expected an NNX constructor.*or a jpipe\.Layer"),
-        ({"a": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, r"layer 'a' is an NNX module that is built already; give its constructor.*lambda rngs: Linear"),
-        ({"a": lambda rngs: 3}, r"layer 'a': its constructor returned int, expected a flax\.nnx\.Module"),
+        (
+            {"a": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
+            r"layer 'a' is an NNX module that is built already; give its constructor.*lambda rngs: Linear",
+        ),
+        ({"a": lambda rngs: None}, r"layer 'a': its constructor returned NoneType, expected a flax\.nnx\.Module"),
         ({"a": lambda rngs: 1 / 0}, r"layer 'a': its constructor fails: ZeroDivisionError: division by zero"),
     ],
 )
@@ -179,7 +188,10 @@ def test_what_is_no_layer_is_refused(layers, message):
 def test_layers_that_do_not_fit_are_named_with_their_shapes():
     stack = LayerStack({"narrow": models.dense(4), "wide": lambda rngs: nnx.Linear(5, 3, rngs=rngs)})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
-    with pytest.raises(InputError, match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it says: .*5.*make the output of 'narrow' fit"):
+    with pytest.raises(
+        InputError,
+        match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it says: .*5.*make the output of 'narrow' fit",
+    ):
         pipe.check(models.batches_of(1, 4)[0])
 
 

@@ -70,7 +70,10 @@ def test_draws_do_not_depend_on_the_number_of_microbatches_in_a_batch():
 
 def test_a_draw_depends_on_the_id_of_the_layer_and_not_on_its_position():
     key = jax.random.key(0)
-    run = jax.jit(lambda ids, k: STACK.apply(ids, *({i: {} for i in STACK.ids},) * 2, jnp.ones((1, 1)), key=key, microbatch=k, train=True)[0], static_argnums=0)
+    run = jax.jit(
+        lambda ids, k: STACK.apply(ids, *({i: {} for i in STACK.ids},) * 2, jnp.ones((1, 1)), key=key, microbatch=k, train=True)[0],
+        static_argnums=0,
+    )
     alone, after_another = run(("b",), 4), run(("a", "b"), 4) - run(("a",), 4) + 1
     np.testing.assert_allclose(alone, after_another, rtol=1e-6)
     assert run(("a",), 4) != run(("b",), 4)

@@ -39,7 +39,11 @@ def test_stages_may_recompute_differently(float64):
     batches = models.masked_batches(4, M, dtype=np.float64)
     plan = pipeline("none").plan
     mixed = plan.model_copy(
-        update={"stages": tuple(s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, ("full", "none", "dots_saveable"), strict=True))}
+        update={
+            "stages": tuple(
+                s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, ("full", "none", "dots_saveable"), strict=True)
+            )
+        }
     )
     pipe = Pipeline(STACK, mixed, models.masked_squares, models.momentum())
     check_close(train(pipe, batches), train(pipeline("none"), batches))

@@ -39,7 +39,9 @@ def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, recompute):
-    check_against_reference(STACK, Plan.even(STACK.ids, 3, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={2})
+    check_against_reference(
+        STACK, Plan.even(STACK.ids, 3, microbatches=4, recompute=recompute, **models.VARIANTS[variant]), drain_after={2}
+    )
 
 
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,290 @@
+"""What a caller gets wrong is told in one message: where, expected, found, what to change. No device is touched."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import InputError, Pipeline, Plan
+from tests.jpipe import models
+
+STACK = models.plain_stack()
+IDS = STACK.ids
+
+
+def pipeline(loss=models.squares, **fields) -> Pipeline:
+    return Pipeline(STACK, Plan.even(IDS, 2, "gpipe", 2, **fields), loss, models.momentum())
+
+
+# Plans -----------------------------------------------------------------------------------------------------------------
+
+GOOD = json.loads(Plan.even(IDS, 2, "pipedream_2bw", 2).to_json())
+
+
+def without(key):
+    return {k: v for k, v in GOOD.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": "pipedream_2wb"}, r"^plan\.json: unknown schedule 'pipedream_2wb'; did you mean 'pipedream_2bw'\?$"),
+        ({"schedule": "xyz"}, r"^plan\.json: unknown schedule 'xyz'; known: gpipe, naive, pipedream, pipedream_2bw, pipedream_flush$"),
+        ({"micro_batches": 4}, r"^plan\.json: unknown key 'micro_batches'; did you mean 'microbatches'\?$"),
+        ({"microbatches": "4"}, r"^plan\.json: microbatches: expected a valid integer, found '4'$"),
+        ({"microbatches": 0}, r"^plan\.json: microbatches: expected greater than or equal to 1, found 0$"),
+        ({"microbatches": 1.5}, r"^plan\.json: microbatches: expected a valid integer, found 1\.5$"),
+        ({"extra_in_flight": -1}, r"^plan\.json: extra_in_flight: expected greater than or equal to 0, found -1$"),
+        (
+            {"microbatches": 1},
+            r"^plan\.json: the schedule 'pipedream_2bw' needs at least 2 microbatches for 2 stages, found microbatches 1; raise",
+        ),
+        ({"vertical_sync": True}, r"vertical_sync is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it$"),
+        (
+            {"schedule": "gpipe", "extra_in_flight": 1},
+            r"the schedule 'gpipe' has no in-flight limit to raise: expected extra_in_flight 0, found 1$",
+        ),
+        ({"placement": [[0]]}, r"placement names \[1\] devices for the stages, expected \[1, 1\]"),
+        ({"stages": []}, r"^plan\.json: stages: expected at least 1 of them, found 0$"),
+        ({"stages": 3}, r"^plan\.json: stages: expected .*, found 3$"),
+        ({"stages": [{"layers": []}]}, r"^plan\.json: stages\.0\.layers: expected at least 1 of them, found 0$"),
+        ({"stages": [{"layers": IDS, "replica": 2}]}, r"^plan\.json: unknown key 'stages\.0\.replica'; did you mean 'replicas'\?$"),
+        ({"stages": [{"replicas": 1}]}, r"^plan\.json: key 'stages\.0\.layers' is missing; add it$"),
+        (
+            {"stages": [{"layers": IDS, "recompute": "dots"}]},
+            r"stages\.0\.recompute: unknown recomputation policy 'dots'; known: dots_saveable, .*full, none, nothing_saveable$",
+        ),
+        (
+            {"stages": [{"layers": ["layer0", "layer1"]}, {"layers": ["layer1"]}]},
+            r"^plan\.json: layer 'layer1' is in stage 0 and again in stage 1; every layer is in one stage, once$",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        Plan.from_json(json.dumps(GOOD | change), where="plan.json")
+
+
+@pytest.mark.parametrize("key", ["schedule", "microbatches", "stages"])
+def test_a_missing_key_is_named(key):
+    with pytest.raises(InputError, match=rf"^plan: key '{key}' is missing; add it$"):
+        Plan.from_json(json.dumps(without(key)))
+
+
+def test_the_plan_itself_refuses_the_same():
+    with pytest.raises(InputError, match=r"^plan: unknown schedule 'gpip'; did you mean 'gpipe'\?$"):
+        Plan.even(IDS, 2, "gpip", 2)
+    with pytest.raises(InputError, match=r"^plan: unknown key 'microbatch'; did you mean 'microbatches'\?\n?"):
+        Plan(schedule="gpipe", microbatches=2, stages=[{"layers": IDS}], microbatch=3)
+
+
+def test_every_problem_has_a_line():
+    with pytest.raises(InputError) as caught:
+        Plan.from_json(json.dumps(without("schedule") | {"microbatches": -1, "stage": 1}))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+TEXT = Plan.even(IDS, 2, "gpipe", 2).to_json()
+
+
+@pytest.mark.parametrize("length", [0, 1, len(TEXT) // 2, len(TEXT) - 3])
+def test_a_truncated_plan_is_refused(length):
+    with pytest.raises(
+        InputError, match=r"^my plan: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+"
+    ):
+        Plan.from_json(TEXT[:length], where="my plan")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[1, 2]", "'list'"),
+        ('"gpipe"', "'str'"),
+        ("null", "'NoneType'"),
+        ('{"name": "x"}', "None"),
+        ('{"format": "jpipe-plan/2"}', "'jpipe-plan/2'"),
+    ],
+)
+def test_foreign_json_is_refused(text, found):
+    with pytest.raises(
+        InputError, match=rf'^plan: expected a JSON object with "format": "jpipe-plan/1", found {found}; is this a plan of jpipe\?$'
+    ):
+        Plan.from_json(text)
+
+
+def test_deeply_nested_json_is_refused():
+    with pytest.raises(InputError, match=r"nested too deeply"):
+        Plan.from_json("[" * 200_000)
+
+
+def test_a_plan_survives_json():
+    plan = models.cut(
+        IDS, (1, 2, 1), schedule="pipedream", microbatches=3, recompute="full", vertical_sync=True, placement=((0,), (4,), (1,))
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# A plan and a model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([["layer0", "layer1"], ["layer2"]], r"^plan: layer 'layer3' of the model is in no stage; add it to one$"),
+        ([["layer0", "layer1"], ["layer2", "layer3", "layer44"]], r"^plan: layer 'layer44' is not in the model; did you mean 'layer\d'\?$"),
+        (
+            [["layer0", "layer2"], ["layer1", "layer3"]],
+            r"^plan: the stages hold layer 'layer2' where the model has 'layer1'; keep the model's order$",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused(stages, message):
+    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": tuple(layers)} for layers in stages])
+    with pytest.raises(InputError, match=message):
+        Pipeline(STACK, plan, models.squares, models.momentum())
+
+
+@pytest.mark.parametrize("num_stages", [0, 5])
+def test_more_stages_than_layers_are_refused(num_stages):
+    with pytest.raises(InputError, match=rf"^plan: expected between 1 and 4 stages \(the number of layers\), found {num_stages}$"):
+        Plan.even(IDS, num_stages, "gpipe", 2)
+
+
+def test_too_few_microbatches_for_2bw_with_more_in_flight():
+    with pytest.raises(InputError, match=r"needs at least 6 microbatches for 4 stages with extra_in_flight 1, found microbatches 5"):
+        Plan.even(IDS, 4, "pipedream_2bw", 5, extra_in_flight=1)
+
+
+def test_recomputation_for_each_stage_must_name_each():
+    with pytest.raises(InputError, match=r"expected one recomputation policy for all or one for each of 2 stages, found 3"):
+        Plan.even(IDS, 2, "gpipe", 2, recompute=["full"] * 3)
+
+
+def test_replicas_are_refused_for_now():
+    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": IDS, "replicas": 2}])
+    with pytest.raises(InputError, match=r"^plan: replicas above 1 are not supported yet; use 1 replica a stage$"):
+        Pipeline(STACK, plan, models.squares, models.momentum())
+
+
+def test_devices_must_be_one_for_each_stage():
+    pipe = Pipeline(STACK, pipeline().plan, models.squares, models.momentum(), devices=jax.devices()[:3])
+    with pytest.raises(InputError, match=r"^devices: expected 2, one for each stage, found 3$"):
+        pipe.init(jax.random.key(0), models.batches_of(1, 4)[0])
+
+
+def test_a_placement_on_a_device_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match=r"^plan: placement names device 64, but there are 8 local devices \(0 to 7\)$"):
+        pipeline(placement=((0,), (64,))).init(jax.random.key(0), models.batches_of(1, 4)[0])
+
+
+# Batches and losses ----------------------------------------------------------------------------------------------------
+
+X = np.zeros((4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((X[:3], X[:3]), r"^batch: expected a number of rows divisible by 2 microbatches, found 3; change the batch size or microbatches$"),
+        ((X[:0], X[:0]), r"^batch: expected a number of rows divisible by 2 microbatches, found 0"),
+        (
+            (X, X[:2]),
+            r"^batch: expected arrays that agree in their first dim, the batch, found \[0\] float32\[4, 3\], \[1\] float32\[2, 3\]$",
+        ),
+        (
+            (X, np.float32(1)),
+            r"^batch: expected arrays that agree in their first dim, the batch, found \[0\] float32\[4, 3\], \[1\] float32\[\]$",
+        ),
+        ((X, 1.5), r"^batch: expected arrays that agree .*, found \[0\] float32\[4, 3\], \[1\] float$"),
+        ((X, [1.0, 2.0]), r"^batch: expected arrays that agree .* \[1\]\[0\] float, \[1\]\[1\] float$"),
+        ((X, "text"), r"^batch: expected arrays that agree .* \[1\] str$"),
+    ],
+)
+def test_a_wrong_batch_is_refused(batch, message):
+    with pytest.raises(InputError, match=message):
+        pipeline().check(batch)
+
+
+UNTYPED = """
+import jax, numpy as np, optax
+import jpipe
+from jpipe import InputError, LayerStack, Pipeline, Plan
+plan = Plan.even(["a"], 1, "gpipe", 1)
+pipe = Pipeline(LayerStack({"a": lambda x: x}), plan, lambda y, labels: (y.sum(), 1.0), optax.sgd(0.1))
+x = np.zeros((2, 3), np.float32)
+for call in (
+    lambda: pipe.check(x),
+    lambda: pipe.check((x, x, x)),
+    lambda: pipe.step(5, (x, x)),
+    lambda: LayerStack({3: abs}),
+    lambda: LayerStack({"a": lambda rngs: None}),
+):
+    try:
+        call()
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_wrong_types_are_told_without_type_checks_too():
+    """The tests check types at run time; a user's program does not, and must hear of them from us."""
+    result = subprocess.run(
+        [sys.executable, "-c", UNTYPED], capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1]
+    )
+    assert result.stdout.splitlines() == [
+        "batch: expected a tuple (inputs, labels), found ndarray",
+        "batch: expected a tuple (inputs, labels), found 3 of them",
+        "state: expected a jpipe.State, found int",
+        "LayerStack: a layer id is a non-empty string, found 3",
+        "layer 'a': its constructor returned NoneType, expected a flax.nnx.Module",
+    ]
+
+
+def test_a_batch_unlike_the_one_of_init_is_refused():
+    pipe = pipeline()
+    state = pipe.init(jax.random.key(0), (X, X))
+    for other in ((np.zeros((8, 3), np.float32),) * 2, (X, X.astype(np.int32)), ({"x": X}, X)):
+        with pytest.raises(
+            InputError, match=r"^batch: expected microbatches like the one of init, \[0\] float32\[2, 3\], \[1\] float32\[2, 3\]; found "
+        ):
+            pipe.step(state, other)
+    pipe.step(state, (X, X))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda y, labels: ((y - labels) ** 2).sum(),
+            r"^loss: expected \(sum of the losses, weight\), two scalars, found float32\[\]; return losses\.sum\(\)",
+        ),
+        (
+            lambda y, labels: ((y - labels) ** 2, 1.0),
+            r"^loss: expected \(sum of the losses, weight\), two scalars, found \[0\] float32\[2, 3\], \[1\] ",
+        ),
+        (lambda y, labels: (y.sum(), 1.0, 2.0), r"^loss: expected \(sum of the losses, weight\), two scalars, found \[0\]"),
+        (lambda y, labels: None, r"^loss: expected \(sum of the losses, weight\), two scalars, found nothing"),
+        (
+            lambda y, labels: (y @ labels, 1.0),
+            r"^loss: it does not take outputs float32\[2, 3\] of layer 'layer3' and labels float32\[2, 3\]; it says: TypeError",
+        ),
+        (lambda y: (y.sum(), 1.0), r"^loss: it does not take outputs .* it says: TypeError: .*positional argument"),
+    ],
+)
+def test_a_wrong_loss_is_refused(loss, message):
+    with pytest.raises(InputError, match=message):
+        pipeline(loss).check((X, X))
+
+
+def test_nothing_runs_on_a_device_before_a_refusal():
+    before = len(jax.live_arrays())
+    with pytest.raises(InputError):
+        pipeline().init(jax.random.key(0), (X[:3], X[:3]))
+    assert len(jax.live_arrays()) <= before + 1  # the key
+    assert jnp.zeros(()).shape == ()

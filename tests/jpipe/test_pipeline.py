@@ -1,0 +1,228 @@
+"""The user's object: states, metrics, evaluation, parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import InputError, Pipeline, Plan, State
+from tests.jpipe import models
+from tests.jpipe.running import check_equal, fresh, layer_state, train
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+STACK = models.rich_stack()
+M = 4
+BATCHES = models.masked_batches(6, M)
+ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
+
+
+def pipeline(variant: str, d: int = 3) -> Pipeline:
+    return Pipeline(STACK, Plan.even(STACK.ids, d, microbatches=M, **models.VARIANTS[variant]), models.masked_squares, models.momentum())
+
+
+def value_of(pipe: Pipeline, params, state, batch, rows=models.ROWS):
+    """Mean loss in evaluation mode, layer by layer by hand."""
+    total = weight = 0.0
+    for start in range(0, len(batch[0]), rows):
+        x, labels = jax.tree.map(lambda leaf, start=start: jnp.asarray(leaf[start : start + rows]), batch)
+        for layer_id in pipe.stack.ids:
+            x, _ = pipe.stack.layers[layer_id].apply(params[layer_id], state[layer_id], x, None, False)
+        loss, count = pipe.loss(x, labels)
+        total, weight = total + loss, weight + count
+    return total / weight, weight
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_each_step_finishes_its_own_batch_and_does_not_wait_for_it(variant):
+    pipe = pipeline(variant)
+    state = fresh(pipe, BATCHES)
+    for t, batch in enumerate(BATCHES):
+        state, metrics = pipe.step(state, batch)
+        assert state.batch == t + 1
+        assert list(metrics.losses) == list(metrics.weights) == [t]
+        assert all(isinstance(leaf, jax.Array) and leaf.shape == () for leaf in jax.tree.leaves(metrics))
+        assert float(metrics.weights[t]) == batch[1]["mask"].sum()
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_a_used_up_state_is_refused(variant):
+    pipe = pipeline(variant)
+    old = fresh(pipe, BATCHES)
+    state, _ = pipe.step(old, BATCHES[0])
+    message = r"state: it was used up by step or drain already; go on with the state that call returned"
+    for use in (
+        lambda: pipe.step(old, BATCHES[0]),
+        lambda: pipe.drain(old),
+        lambda: pipe.evaluate(old, BATCHES[0]),
+        lambda: pipe.params(old),
+    ):
+        with pytest.raises(InputError, match=message):
+            use()
+    pipe.step(state, BATCHES[1])
+
+
+@pytest.mark.parametrize("variant", ASYNCHRONOUS)
+def test_a_state_that_drain_used_up_is_refused(variant):
+    """A drain may leave the last stage alone: all its work is done in the step."""
+    pipe = pipeline(variant)
+    old, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    same_arrays = jax.tree.map(lambda leaf: leaf, old)
+    pipe.drain(old)
+    for used_up in (old, same_arrays):
+        with pytest.raises(InputError, match=r"used up by step or drain"):
+            pipe.step(used_up, BATCHES[1])
+
+
+def test_what_is_no_state_is_refused():
+    pipe, other = pipeline("gpipe"), pipeline("gpipe", d=2)
+    with pytest.raises(InputError, match=r"state: this pipeline did not make it; call init first"):
+        pipe.step(fresh(other, BATCHES), BATCHES[0])
+    fresh(pipe, BATCHES)
+    with pytest.raises(InputError, match=r"state: this pipeline did not make it"):
+        pipe.step(fresh(other, BATCHES), BATCHES[0])
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_the_whole_state_is_a_pytree(variant):
+    """Taken apart and put together, with other arrays of the same values, training goes on with the same numbers."""
+    pipe = pipeline(variant)
+    expected = train(pipe, BATCHES)
+    state = fresh(pipe, BATCHES)
+    for batch in BATCHES[:3]:
+        state, _ = pipe.step(state, batch)
+    leaves, form = jax.tree.flatten(state)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    state = jax.tree.unflatten(form, [jnp.copy(leaf) for leaf in leaves])
+    assert isinstance(state, State)
+    found = train(pipe, BATCHES[3:], state)
+    check_equal(found._replace(losses=expected.losses[:3] + found.losses), expected)
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_a_drained_pipeline_may_be_drained_again(variant):
+    pipe = pipeline(variant)
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    state = pipe.drain(state)
+    before = models.copied(state)
+    check_equal(pipe.drain(state), before)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_evaluation_leaves_the_trajectory_as_it_is(variant):
+    pipe = pipeline(variant)
+    expected = train(pipe, BATCHES)
+    state, losses = fresh(pipe, BATCHES), []
+    for batch in BATCHES:
+        pipe.evaluate(state, BATCHES[0])
+        pipe.params(state)
+        state, metrics = pipe.step(state, batch)
+        losses += [float(loss) for loss in metrics.losses.values()]
+    pipe.evaluate(state, BATCHES[0])
+    state = pipe.drain(state)
+    assert losses == expected.losses
+    check_equal((pipe.params(state), layer_state(state)), (expected.params, expected.layer_state))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", models.VARIANTS)
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, steps):
+    """Before and during training; stashing holds no version in all stages then, so a drained copy is evaluated."""
+    pipe = pipeline(variant)
+    state = fresh(pipe, BATCHES)
+    for batch in BATCHES[:steps]:
+        state, _ = pipe.step(state, batch)
+    found = pipe.evaluate(state, BATCHES[5])
+    params = models.on_first_device(pipe.params(state))
+    if all(found.version in worker.versions for worker in state.workers):
+        evaluated = state
+        held = {layer_id: p for worker in state.workers for layer_id, p in worker.versions[found.version].items()}
+        check_equal(params, held)
+    else:
+        evaluated = pipe.drain(models.copied(state))
+        assert variant == "pipedream"
+        assert found.version == steps
+    expected = value_of(pipe, params, models.on_first_device(layer_state(evaluated)), BATCHES[5])
+    np.testing.assert_allclose((found.loss, found.weight), expected, rtol=1e-6)
+    least = steps if pipe.plan.schedule not in ASYNCHRONOUS else max(steps - 1, 0)
+    assert least <= found.version <= steps
+
+
+def test_evaluation_takes_any_number_of_microbatches():
+    pipe = pipeline("gpipe")
+    state = fresh(pipe, BATCHES)
+    parts = [
+        pipe.evaluate(state, jax.tree.map(lambda a, i=i: a[i : i + models.ROWS], BATCHES[0]))
+        for i in range(0, models.ROWS * M, models.ROWS)
+    ]
+    whole = pipe.evaluate(state, BATCHES[0])
+    weights = np.array([part.weight for part in parts])
+    np.testing.assert_allclose(whole.weight, weights.sum())
+    np.testing.assert_allclose(whole.loss, (np.array([part.loss for part in parts]) * weights).sum() / weights.sum(), rtol=1e-6)
+    with pytest.raises(InputError, match=r"batch: expected a number of rows divisible by the microbatch size 2, found 3"):
+        pipe.evaluate(state, jax.tree.map(lambda a: a[:3], BATCHES[0]))
+
+
+def test_evaluation_of_a_batch_without_weight_is_zero():
+    pipe = pipeline("gpipe")
+    x, labels = BATCHES[0]
+    found = pipe.evaluate(fresh(pipe, BATCHES), (x, labels | {"mask": np.zeros_like(labels["mask"])}))
+    assert (float(found.loss), float(found.weight)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_params_survive_the_steps_after(variant):
+    """The next update may write into the memory of the version they were taken from."""
+    pipe = pipeline(variant)
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    params = pipe.params(state)
+    before = models.on_first_device(params)
+    for batch in BATCHES[1:]:
+        state, _ = pipe.step(state, batch)
+    check_equal(params, before)
+    assert set(params) == set(STACK.ids)
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_the_caller_may_overwrite_its_batch_at_once(variant):
+    """As a loader does that fills one buffer again and again. Large rows, so that a copy made late would be seen."""
+    width, rows = 256, 256
+    stack = models.LayerStack({"a": models.dense(width), "b": models.dense(width), "c": models.dense(width)})
+    plan = Plan.even(stack.ids, 3, microbatches=M, **models.VARIANTS[variant])
+    pipe = Pipeline(stack, plan, models.squares, optax.sgd(1e-4))
+    batches = models.batches_of(4, rows * M, width=width)
+    expected = train(pipe, batches)
+    state, losses, buffer = fresh(pipe, batches), [], models.batches_of(1, rows * M, width=width)[0]
+    for batch in batches:
+        jax.tree.map(np.copyto, buffer, batch)
+        state, metrics = pipe.step(state, buffer)
+        jax.tree.map(lambda leaf: leaf.fill(np.nan), buffer)
+        losses += metrics.losses.values()
+    state = pipe.drain(state)
+    assert [float(loss) for loss in losses] == expected.losses
+    check_equal(pipe.params(state), expected.params)
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
+def test_the_placement_does_not_change_the_numbers(variant):
+    expected = train(pipeline(variant), BATCHES)
+    plan = pipeline(variant).plan
+    for devices in ([jax.devices()[0]] * 3, [jax.devices()[i] for i in (5, 5, 2)]):
+        check_equal(train(Pipeline(STACK, plan, models.masked_squares, models.momentum(), devices=devices), BATCHES), expected)
+    placed = Pipeline(STACK, plan.model_copy(update={"placement": ((3,), (1,), (3,))}), models.masked_squares, models.momentum())
+    assert [device.id for device in placed.devices] == [3, 1, 3]
+    check_equal(train(placed, BATCHES), expected)
+
+
+def test_observe_sees_every_instruction_in_the_order_of_the_program():
+    pipe, seen = pipeline("pipedream_flush"), []
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0], observe=seen.append)
+    again = []
+    pipe.step(state, BATCHES[1], observe=again.append)
+    assert [type(i).__name__ for i in seen] == [type(i).__name__ for i in again]
+    assert sum(type(i).__name__ == "Update" for i in seen) == 3
