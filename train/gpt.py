@@ -56,10 +56,10 @@ class Block(nnx.Module):
         # The two projections back into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
         smaller = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
         back = partial(nnx.Linear, dtype=dtype, kernel_init=smaller, rngs=rngs)
-        self.attention_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
         self.qkv = into(width, 3 * width)
         self.project = back(width, width)
-        self.mlp_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
         self.expand = into(width, 4 * width)
         self.contract = back(4 * width, width)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
@@ -79,7 +79,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
-        self.norm = nnx.LayerNorm(config.width, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, dtype=jnp.float32, rngs=rngs)
         self.logits = nnx.Linear(config.width, SYMBOLS, use_bias=False, dtype=dtype, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
     def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s v"]:

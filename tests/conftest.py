@@ -1,0 +1,24 @@
+"""What holds in every test: eight devices on any machine, strict numbers, types checked at run time."""
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+# No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: see `tests.optimizers.lenient`.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# From here on both packages are imported with every annotation, shapes included, checked at each call.
+install_import_hook(["jpipe", "train"], "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Programs that are equal are compiled once in a module: many pipelines over the same tiny stack."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()

@@ -1,0 +1,42 @@
+"""A text to learn from, and a config so small that a run takes a second or two."""
+
+import pytest
+
+from tests.optimizers import lenient
+from train import loop
+from train.config import Config
+
+SENTENCE = b"the quick brown fox jumps over the lazy dog; "
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of a few thousand bytes."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(SENTENCE * 100)
+    return path
+
+
+@pytest.fixture
+def tiny(text, tmp_path) -> dict:
+    """A valid config as plain data: three layers, two stages."""
+    return {
+        "run": {"dir": str(tmp_path / "run")},
+        "data": {"path": str(text), "validation_fraction": 0.2},
+        "train": {"steps": 5, "batch_size": 4, "eval_every": 2, "eval_batches": 2},
+        "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": 8},
+        "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
+        "optimizer": {"learning_rate": 0.01},
+    }
+
+
+@pytest.fixture(autouse=True)
+def lenient_optimizer(monkeypatch):
+    """Only optax may promote dtypes by itself."""
+    make = loop.optimizer
+    monkeypatch.setattr(loop, "optimizer", lambda config, steps: lenient(make(config, steps)))
+
+
+def changed(data: dict, **sections) -> Config:
+    """The config `data` with some keys of some sections replaced: `changed(tiny, train={"steps": 1})`."""
+    return Config.model_validate(data | {name: data.get(name, {}) | keys for name, keys in sections.items()})

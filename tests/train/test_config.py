@@ -1,0 +1,115 @@
+"""A config round-trips, overrides reach it, and its YAML is plain data."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jpipe import InputError
+from train import config_file
+from train.config import Config
+
+GPT_BYTES = Path(__file__).parents[2] / "configs" / "gpt-bytes.yaml"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a YAML file and give its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_what_is_written_is_read_back(write, tiny):
+    config = Config.model_validate(tiny | {"plan": {"recompute": ["none", "full"], "num_stages": 2}})
+    assert config_file.load(write(config_file.to_yaml(config))) == config
+
+
+def test_the_shipped_config_names_every_key():
+    given = yaml.safe_load(GPT_BYTES.read_text())
+    assert config_file.load(GPT_BYTES).model_dump() == given
+
+
+def test_an_empty_file_is_all_defaults(write):
+    assert config_file.load(write("# nothing\n")) == Config()
+
+
+def test_overrides_replace_keys_and_their_values_are_yaml(write):
+    overrides = ["train.steps=7", "optimizer.learning_rate=1e-3", "run.dir=null", "plan.recompute=[none, full]", "plan.vertical_sync=true"]
+    config = config_file.load(write("run: {dir: somewhere}\ntrain:\n"), overrides)
+    assert config.train.steps == 7
+    assert config.optimizer.learning_rate == 0.001
+    assert config.run.dir is None
+    assert config.plan.recompute == ["none", "full"]
+    assert config.plan.vertical_sync is True
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "0.001", "+1e-3"])
+def test_every_spelling_of_a_number_is_one(number):
+    assert config_file.parse(number, "here") == 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this is not YAML as it should be: expected ',' or '}', but got ':'"),
+        ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' is there twice"),
+        ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
+        (
+            "seed: !!python/object/apply:os.getcwd []",
+            "config.yaml, line 1, column 7: this is not YAML as it should be: could not determine a constructor",
+        ),
+        ("seed: 2001-99-99", "config.yaml: this is not YAML as it should be: month must be in 1..12"),
+        ("[" * 5000, "nested too deeply"),
+        ("- seed", "config.yaml: expected a mapping of keys such as 'train:', found list"),
+        ("train: 3", "config.yaml: train: expected a valid dictionary or instance of TrainConfig, found 3"),
+        ("train: {steps: 0}", "config.yaml: train.steps: expected greater than or equal to 1, found 0"),
+        ("train: {steps: true}", "config.yaml: train.steps: expected a valid integer, found True"),
+        ("optimizer: {learning_rate: .nan}", "config.yaml: optimizer.learning_rate: expected a finite number, found nan"),
+        ("model: {heads: 3}", "config.yaml: model: width 128 is not divisible by heads 3; change one of them"),
+        ("plan: {recompute: 3}", "config.yaml: plan.recompute: expected a policy's name or a list of names, one for each stage, found 3"),
+        ("optimizer: {name: sgd, weight_decay: 0.1}", "optimizer.weight_decay means nothing to 'sgd'"),
+        ("optimizer: {name: adamm}", "config.yaml: optimizer.name: expected 'adam', 'adamw', 'lion' or 'sgd', found 'adamm'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_its_place(write, text, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(write(text))
+
+
+def test_all_mistakes_are_told_at_once(write):
+    with pytest.raises(InputError, match=r"train\.step.*\n.*model\.depth"):
+        config_file.load(write("train: {step: 3}\nmodel: {depth: x}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps", "--set train.steps: expected key=value, such as train.steps=100, found no '='"),
+        ("train.step=3", "config.yaml --set train.step=3: unknown key 'train.step'; did you mean 'steps'?"),
+        ("trian.steps=3", "config.yaml --set trian.steps=3: unknown key 'trian'; did you mean 'train'?"),
+        ("seed.x=3", "config.yaml --set seed.x=3: seed: expected a valid integer, found {'x': 3}"),
+        ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this is not YAML"),
+    ],
+)
+def test_a_mistake_in_an_override_is_told_with_the_override(write, override, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(write(""), [override])
+
+
+def test_a_value_where_a_section_is_needed(write):
+    with pytest.raises(InputError, match=r"--set seed\.x=3: 'seed' is a value, not a section"):
+        config_file.load(write("seed: 1"), ["seed.x=3"])
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"binary.yaml: expected YAML text in UTF-8"):
+        config_file.load(tmp_path / "binary.yaml")
+    with pytest.raises(InputError, match="cannot read the config: Is a directory"):
+        config_file.load(tmp_path)

@@ -1,0 +1,117 @@
+"""Text is found, split by file, cut into windows, and batch t is a pure function of (seed, t)."""
+
+import itertools
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpipe import InputError
+from tests.train.conftest import changed
+from train import data
+
+
+def test_labels_are_the_inputs_moved_on_by_one(tiny, text):
+    batches = data.load(changed(tiny))
+    whole = text.read_bytes()
+    for inputs, labels in (batches.train[0], batches.validation[0]):
+        assert inputs.shape == labels.shape == (4, 8)
+        assert inputs.dtype == labels.dtype == np.int32
+        for row, next_row in zip(inputs, labels, strict=True):
+            np.testing.assert_array_equal(row[1:], next_row[:-1])
+            assert bytes(row.tolist() + next_row[-1:].tolist()) in whole
+
+
+def test_a_batch_depends_on_seed_and_index_only(tiny):
+    forwards, other = data.load(changed(tiny)).train, data.load(changed(tiny)).train
+    far = 1000  # many times round the text
+    late = forwards[far]
+    for t in (3, 0, far):
+        np.testing.assert_array_equal(forwards[t], other[t])
+    np.testing.assert_array_equal(late, forwards[far])
+    assert not np.array_equal(forwards[0], forwards[1])
+    assert not np.array_equal(forwards[0], data.load(changed(tiny | {"seed": 1})).train[0])
+
+
+def test_validation_does_not_depend_on_the_seed(tiny):
+    np.testing.assert_array_equal(data.load(changed(tiny)).validation[0], data.load(changed(tiny | {"seed": 1})).validation[0])
+
+
+def test_an_epoch_holds_every_window_once():
+    windows = data.Windows(np.arange(41, dtype=np.uint8), 8)
+    assert [windows[i][0].tolist() for i in range(len(windows))] == [list(range(8 * i, 8 * i + 8)) for i in range(5)]
+    assert len(data.Windows(np.arange(40, dtype=np.uint8), 8)) == 4  # the last label is missing
+
+
+def test_a_single_file_is_split_by_position(text):
+    found = data.read_text(str(text), 0.25)
+    assert found.train.tobytes() + found.validation.tobytes() == text.read_bytes()
+    assert found.validation.size == text.stat().st_size // 4
+
+
+def test_files_are_split_whole(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 10)
+    found = data.read_text(str(tmp_path), 0.3)
+    train, validation = set(found.train.tolist()), set(found.validation.tolist())
+    assert train | validation == set(range(40))
+    assert not train & validation
+    assert 4 < len(validation) < 20
+
+
+@given(st.sets(st.text("abc/", min_size=1), min_size=2), st.floats(0.01, 0.99), st.randoms())
+def test_the_split_is_stable_and_never_one_sided(names, fraction, random):
+    ordered = sorted(names)
+    held_out = data.validation_names(ordered, fraction)
+    shuffled = random.sample(ordered, len(ordered))
+    assert held_out == data.validation_names(shuffled, fraction)
+    assert 0 < len(held_out) < len(names)
+    if len(held_out) > 1 and len(names) > len(held_out) + 1:  # not at either limit: any other file may go, and nothing moves
+        gone = next(iter(names - held_out))
+        assert data.validation_names(sorted(names - {gone}), fraction) == held_out
+
+
+def test_the_standard_library_is_read_without_tests_and_packages():
+    names, files = data.find_files(None)
+    root = Path(sysconfig.get_path("stdlib"))
+    assert {"os.py", "json/decoder.py"} <= set(names)
+    assert [root / name for name in names] == files == sorted(files, key=lambda file: file.relative_to(root).as_posix())
+    assert not {"site-packages", "test", "tests", "__pycache__"} & set(itertools.chain(*(Path(name).parts for name in names)))
+
+
+def test_hidden_files_links_and_pipes_are_passed_over(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".hidden").write_text("b")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "c").write_text("c")
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert data.find_files(str(tmp_path))[0] == ["a.txt"]
+
+
+def test_a_glob_names_files_below_its_fixed_part(tmp_path):
+    for name in ("x/one.md", "x/y/two.md", "x/three.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert data.find_files(str(tmp_path / "x" / "**" / "*.md"))[0] == ["one.md", "y/two.md"]
+
+
+def test_a_text_that_is_too_short_says_how_much_is_missing(tiny, text):
+    text.write_bytes(b"x" * 100)
+    with pytest.raises(
+        InputError, match=r"data\.path: expected at least 33 bytes for training and 33 for validation.*found 80 and 20 in"
+    ) as caught:
+        data.load(changed(tiny))
+    assert str(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["empty folder", "device", "no match"])
+def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
+    path = {"empty folder": str(tmp_path), "device": os.devnull, "no match": str(tmp_path / "*.txt")}[kind]
+    with pytest.raises(InputError, match=r"found no regular file at .* so 0 bytes"):
+        data.read_text(path, 0.5)

@@ -1,0 +1,131 @@
+"""A whole tiny run: what it writes, that it learns, and how it stops."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import jpipe
+from tests.train.conftest import SENTENCE, changed
+from train import config_file, gpt, loop
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.newest
+def test_a_run_learns_and_writes_what_it_did(tiny):
+    config = changed(tiny, train={"steps": 60, "eval_every": 20}, model={"width": 16}, optimizer={"learning_rate": 0.02})
+    summary = loop.main(config)
+    rows = rows_of(summary.folder)
+    assert [row["step"] for row in rows] == list(range(60))
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 20, 40, 59]
+    assert set(rows[0]) == {"step", "loss", "val_loss"}
+    assert set(rows[1]) == {"step", "loss"}
+    letters = np.unique(np.frombuffer(SENTENCE, np.uint8), return_counts=True)[1] / len(SENTENCE)
+    assert abs(rows[0]["val_loss"] - np.log(256)) < 0.5
+    assert rows[-1]["val_loss"] < -(letters * np.log(letters)).sum()  # knows more than how often each letter comes
+    assert (summary.steps, summary.val_loss_before, summary.val_loss_after) == (60, rows[0]["val_loss"], rows[-1]["val_loss"])
+
+
+def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
+    folder = loop.main(changed(tiny)).folder
+    assert {entry.name for entry in folder.iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl"}
+    resolved = config_file.load(folder / "config.yaml")
+    assert resolved == changed(tiny)
+    plan = jpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert (plan.schedule, plan.depth, plan.microbatches) == ("pipedream_2bw", 2, 2)
+    again = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
+    assert rows_of(again.folder) == rows_of(folder)
+
+
+@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+def test_every_schedule_logs_every_step(tiny, schedule):
+    rows = rows_of(loop.main(changed(tiny, plan={"schedule": schedule})).folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 2, 4]
+    assert all(0 < row["loss"] < 7 for row in rows)
+
+
+def test_the_last_validation_loss_is_of_the_final_weights(tiny):
+    one, two = (loop.main(changed(tiny, train={"steps": n, "eval_every": 1}, run={"dir": f"{tiny['run']['dir']}{n}"})) for n in (3, 4))
+    assert rows_of(one.folder)[-1]["val_loss"] != rows_of(two.folder)[2]["val_loss"]  # after the third step; before it
+    np.testing.assert_allclose(one.val_loss_before, two.val_loss_before)
+
+
+def test_log_every_leaves_out_what_was_not_evaluated(tiny):
+    rows = rows_of(loop.main(changed(tiny, train={"steps": 8, "log_every": 3, "eval_every": 5})).folder)
+    assert [row["step"] for row in rows] == [0, 3, 5, 6, 7]
+
+
+def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "0007").mkdir(parents=True)
+    folders = [loop.main(changed(tiny, run={"dir": None}, train={"steps": 1})).folder for _ in range(2)]
+    assert [str(folder) for folder in folders] == ["runs/0008", "runs/0009"]
+    assert yaml.safe_load((folders[0] / "config.yaml").read_text())["run"]["dir"] == "runs/0008"
+
+
+def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
+    folder = loop.main(changed(tiny)).folder
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("text: ")
+    assert lines[1].startswith("compiling 2 stages: ")
+    assert [line.split()[1] for line in lines[2:-1]] == ["0/5", "1/5", "2/5", "3/5", "4/5"]
+    assert all("tokens/s" in line for line in lines[2:-1])
+    assert "validation loss" in lines[2]
+    assert lines[-1].endswith(f"the run is in {folder}")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_rest(tiny, monkeypatch):
+    monkeypatch.setattr(loop.MetricsLog, "losses", _poisoned(loop.MetricsLog.losses))
+    with pytest.raises(loop.NonFiniteLoss, match=r"step 3: the loss is nan; lower optimizer\.learning_rate"):
+        loop.main(changed(tiny))
+    assert [row["step"] for row in rows_of(tiny_folder(tiny))] == [0, 1, 2]
+
+
+def test_a_learning_rate_far_too_high_is_noticed(tiny):
+    with pytest.raises(loop.NonFiniteLoss, match=r"step \d+: the (validation )?loss is (nan|inf)"):
+        loop.main(changed(tiny, train={"steps": 50}, optimizer={"name": "sgd", "learning_rate": 1e30}))
+    assert all(np.isfinite(row["loss"]) for row in rows_of(tiny_folder(tiny)))
+
+
+def test_a_bar_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    loop.main(changed(tiny))
+    shown = capsys.readouterr().out
+    assert "training" in shown
+    assert "5/5" in shown
+    assert "tokens/s" in shown
+
+
+def test_dropout_and_bfloat16_run(tiny):
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes bfloat16 to float32 inside
+        rows = rows_of(loop.main(changed(tiny, model={"dropout": 0.5, "compute_dtype": "bfloat16"})).folder)
+    assert len(rows) == 5
+
+
+def test_too_few_devices_are_no_obstacle():
+    loop.force_cpu_devices(1000)  # JAX runs already, with eight: stages would share them
+    stack = gpt.gpt(config_file.Config().model)
+    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
+    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((3,), (5,)))) == 6
+
+
+def tiny_folder(tiny):
+    return config_file.Path(tiny["run"]["dir"])
+
+
+def _poisoned(losses):
+    """Like `MetricsLog.losses`, but the loss of step 3 is not a number."""
+
+    def poisoned(self, found):
+        return losses(self, {step: loss * np.float32("nan" if step == 3 else 1) for step, loss in found.items()})
+
+    return poisoned
