@@ -26,7 +26,7 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, and an update for each kind the programs use."""
+    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used."""
 
     functions: StageFunctions
     device: jax.Device
@@ -40,8 +40,8 @@ class CompiledStage:
 
 
 def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> list[CompiledStage]:
-    """Compile, for each stage, exactly what the programs use. Traces one after the other, compiles side by side."""
-    used: list[set[str]] = [set() for _ in stages]
+    """Compile, for each stage, what the programs use and its evaluation. Traces one after the other, compiles side by side."""
+    used: list[set[str]] = [{"evaluate"} for _ in stages]
     for program in programs:
         for instruction in program.instructions:
             match instruction:
@@ -64,7 +64,9 @@ def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: It
     ]
 
 
-def compile_initializers(stack: LayerStack, specs: Mapping[str, LayerSpec], device_of: Mapping[str, jax.Device]) -> dict[str, jax.stages.Compiled]:
+def compile_initializers(
+    stack: LayerStack, specs: Mapping[str, LayerSpec], device_of: Mapping[str, jax.Device]
+) -> dict[str, jax.stages.Compiled]:
     """For each layer `key -> (params, state)` on its device; equal layers of a device share one program.
 
     A program a layer, not a stage: the bits of the weights do not depend on the cut.
@@ -78,11 +80,6 @@ def compile_initializers(stack: LayerStack, specs: Mapping[str, LayerSpec], devi
         shared.setdefault(name_of[layer_id], lowered)
     compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
     return {layer_id: compiled[name] for layer_id, name in name_of.items()}
-
-
-def compile_evaluation(functions: StageFunctions, device: jax.Device) -> jax.stages.Compiled:
-    """The evaluation program of one stage."""
-    return _lower_call(functions, device, "evaluate").compile()
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:

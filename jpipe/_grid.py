@@ -32,9 +32,10 @@ _CELL = re.compile(r"(FB|F|B)(\d+)\.(\d+)(\*?)")
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
     """Round all times to whole ticks; every span gets one tick at least."""
-    rows = []
+    rows: list[tuple[Span, ...]] = []
     for spans in timeline:
-        row, free = [], 0
+        row: list[Span] = []
+        free = 0
         for span in spans:
             start = max(round(span.start / tick), free)
             free = max(round(span.end / tick), start + 1)
@@ -70,7 +71,7 @@ def parse_grid(text: str) -> Timeline:
     Raises:
         InputError: a row that is not one, with its line number.
     """
-    rows = []
+    rows: list[tuple[Span, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         head, bar, cells = line.split("<<<")[0].partition("|")
         if not line.strip() or (bar and head.split() == ["tick"]):
@@ -95,7 +96,7 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
     for tick, token in enumerate(tokens):
         if token == ".":
             continue
-        if token == "-":  # noqa: S105 - a token of the grid, no secret
+        if token == "-":
             if not spans or spans[-1].end != tick:
                 raise InputError(f"grid, line {number}, tick {tick}: '-' goes on with nothing")
             spans[-1] = spans[-1]._replace(end=tick + 1)

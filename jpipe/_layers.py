@@ -193,7 +193,7 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, type):  # a class: flax's metaclass hides the signature of its constructor
-        function = function.__init__
+        function = getattr(function, "__init__")  # noqa: B009 - read, never called
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
@@ -207,20 +207,20 @@ def _function(function: Callable[[Tree], Tree]) -> Layer:
 def _linen(module: linen.Module) -> Layer:
     takes_train = _has_parameter(type(module).__call__, "train")
 
-    def run(variables: Tree, x: Tree, train: bool, **kwargs: Any) -> Any:
-        return module.apply(variables, x, **({"train": train} if takes_train else {}), **kwargs)
+    def mode(train: bool) -> dict[str, Any]:
+        return {"train": train} if takes_train else {}
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        state = dict(module.init(keys, x, **({"train": True} if takes_train else {})))
+        state = dict(module.init(keys, x, **mode(True)))
         return state.pop("params", {}), state
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         rngs = {"dropout": key} if key is not None else {}
         variables = {"params": params, **state}
         if not train or not state:
-            return run(variables, x, train, rngs=rngs), state
-        y, new_state = run(variables, x, train, rngs=rngs, mutable=list(state))
+            return module.apply(variables, x, rngs=rngs, **mode(train)), state
+        y, new_state = module.apply(variables, x, rngs=rngs, mutable=list(state), **mode(train))
         return y, {**state, **new_state}
 
     # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.

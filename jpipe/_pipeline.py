@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._compile import CompiledStage, compile_evaluation, compile_initializers, compile_stages
+from jpipe._compile import CompiledStage, compile_initializers, compile_stages
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
 from jpipe._layers import KEY_SPEC, LayerStack, describe, spec_of
@@ -75,7 +75,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
+        self,
+        stack: LayerStack,
+        plan: Plan,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
         plan.check_layers(stack.ids)
         if any(stage.replicas > 1 for stage in plan.stages):
@@ -109,7 +114,6 @@ class Pipeline:
         restarts = [self._program(since, 2 * self._horizon, drain)[0] for since in range(self._horizon) for drain in (False, True)]
         self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), first_steps + drains + restarts)
         self._spec = _microbatch_spec(batch, self.plan.microbatches)
-        self.__dict__.pop("_evaluations", None)
         device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
         initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), device_of)
         return State(tuple(self._init_worker(stage, initializers, key) for stage in self._stages), batch=0, start=0)
@@ -153,7 +157,7 @@ class Pipeline:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
         The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
-        of the state is drained, which costs that memory for the time of the call. Compiled at its first use.
+        of the state is drained, which costs that memory for the time of the call.
 
         Args:
             state: any state that is not used up.
@@ -166,14 +170,13 @@ class Pipeline:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(batch)}")
         state = self._settled(state)
         version = min(worker.latest for worker in state.workers)
-        stages = [dataclasses.replace(stage, calls={"evaluate": call}) for stage, call in zip(self._stages, self._evaluations, strict=True)]
         program = lower_evaluation(self.plan, count, version)
         host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         workers = [
             dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
             for worker in state.workers
         ]
-        _, finished = run(program, 0, stages, workers, host, rows_each)
+        _, finished = run(program, 0, self._stages, workers, host, rows_each)
         loss, weight = _mean(list(finished.values()))
         return Evaluation(loss, weight, version)
 
@@ -209,7 +212,9 @@ class Pipeline:
             return tuple(local[s * min(len(local), self.plan.depth) // self.plan.depth] for s in range(self.plan.depth))
         numbers = [replicas[0] for replicas in self.plan.placement]
         if max(numbers) >= len(local):
-            raise InputError(f"plan: placement names device {max(numbers)}, but there are {len(local)} local devices (0 to {len(local) - 1})")
+            raise InputError(
+                f"plan: placement names device {max(numbers)}, but there are {len(local)} local devices (0 to {len(local) - 1})"
+            )
         return tuple(local[n] for n in numbers)
 
     # Inside ------------------------------------------------------------------------------------------------------------
@@ -274,28 +279,26 @@ class Pipeline:
             return state
         return self.drain(_copy(state))
 
-    @cached_property
-    def _evaluations(self) -> list[jax.stages.Compiled]:
-        return [compile_evaluation(stage.functions, stage.device) for stage in self._stages]
-
 
 def _is_used_up(worker: WorkerState) -> bool:
     """Whether a run took what it held, or donated the arrays that a copy of it shares."""
     return not worker.versions or any(leaf.is_deleted() for leaf in jax.tree.leaves(worker.sums)[:1])
 
 
-def _microbatch_spec(batch: Batch, count: int) -> Batch:
+def _microbatch_spec(batch: Any, count: int) -> Batch:
     """Shapes and dtypes of one of `count` microbatches."""
-    if not (isinstance(batch, tuple) and len(batch) == 2):
+    if not isinstance(batch, tuple) or len(batch) != 2:
         found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
         raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
     leaves = jax.tree.leaves(batch)
-    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else None for leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
         raise InputError(f"batch: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
     size = sizes.pop()
     if size == 0 or size % count:
-        raise InputError(f"batch: expected a number of rows divisible by {count} microbatches, found {size}; change the batch size or microbatches")
+        raise InputError(
+            f"batch: expected a number of rows divisible by {count} microbatches, found {size}; change the batch size or microbatches"
+        )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), spec_of(leaf).dtype), batch)
 
 
@@ -329,7 +332,7 @@ def _metrics(finished: dict[int, tuple[jax.Array, jax.Array]]) -> Metrics:
 
 @jax.jit
 def _mean(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    total, weight = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    total, weight = (jnp.stack(column).sum() for column in zip(*parts, strict=True))
     return total / jnp.where(weight == 0, 1, weight), weight
 
 

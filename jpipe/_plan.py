@@ -62,13 +62,15 @@ class Plan(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal["jpipe-plan/1"] = FORMAT
+    format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
     schedule: str
     microbatches: Annotated[int, Field(ge=1)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
     extra_in_flight: Annotated[int, Field(ge=0)] = 0
     vertical_sync: bool = False
-    placement: Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)] | None = None
+    placement: (
+        Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)] | None
+    ) = None
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -84,7 +86,9 @@ class Plan(pydantic.BaseModel):
         for s, stage in enumerate(self.stages):
             for layer_id in stage.layers:
                 if layer_id in owner:
-                    raise ValueError(f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once")
+                    raise ValueError(
+                        f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
+                    )
                 owner[layer_id] = s
         if self.placement is not None:
             found, expected = [len(devices) for devices in self.placement], [stage.replicas for stage in self.stages]
@@ -109,7 +113,14 @@ class Plan(pydantic.BaseModel):
 
     @classmethod
     def even(
-        cls, layers: Sequence[str], num_stages: int, schedule: str, microbatches: int, *, recompute: str | Sequence[str] = "none", **fields: Any
+        cls,
+        layers: Sequence[str],
+        num_stages: int,
+        schedule: str,
+        microbatches: int,
+        *,
+        recompute: str | Sequence[str] = "none",
+        **fields: Any,
     ) -> "Plan":
         """A plan whose stages hold equally many layers (the first ones take the remainder).
 
@@ -125,7 +136,9 @@ class Plan(pydantic.BaseModel):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
         policies = [recompute] * num_stages if isinstance(recompute, str) else list(recompute)
         if len(policies) != num_stages:
-            raise InputError(f"plan: expected one recomputation policy for all or one for each of {num_stages} stages, found {len(policies)}")
+            raise InputError(
+                f"plan: expected one recomputation policy for all or one for each of {num_stages} stages, found {len(policies)}"
+            )
         size, rest = divmod(len(layers), num_stages)
         starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
         stages = [
@@ -161,13 +174,14 @@ class Plan(pydantic.BaseModel):
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise InputError(
-                f"{where}: expected a plan as JSON, found text that is none or is cut off at line {error.lineno}, column {error.colno} ({error.msg})"
+                f"{where}: expected a plan as JSON, found text that is none or is cut off "
+                f"at line {error.lineno}, column {error.colno} ({error.msg})"
             ) from None
         except RecursionError:
             raise InputError(f"{where}: expected a plan as JSON, found text nested too deeply") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected a JSON object with \"format\": \"{FORMAT}\", found {found!r}; is this a plan of jpipe?")
+            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a plan of jpipe?')
         try:
             return cls(**data)
         except InputError as error:

@@ -80,11 +80,13 @@ def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree,
     return Residuals(tuple(sources), arguments_kept, outputs_kept)
 
 
-def restore_leaves(residuals: Residuals, leaves: Sequence[Any], kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> list[Any]:
+def restore_leaves(
+    residuals: Residuals, leaves: Sequence[Any], kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]
+) -> list[Any]:
     """The VJP's leaves for the backward: `leaves` as traced again where only weights matter, else what the forward left."""
     arguments = dict(zip(residuals.arguments, kept[0], strict=True))
     outputs = dict(zip(residuals.outputs, kept[1], strict=True))
-    found = {"argument": arguments, "output": outputs, "saved": saved}
+    found: dict[str, Any] = {"argument": arguments, "output": outputs, "saved": saved}
     return [
         leaf if source.kind == "weights" else found[source.kind][source.position]
         for leaf, source in zip(leaves, residuals.sources, strict=True)

@@ -79,7 +79,7 @@ class _Worker:
         self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
         self.microbatches = microbatches
         self.weight: jax.Array | None = None  # of the batch that is about to be updated with
-        self.finished: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self.finished: dict[int, Tree] = {}  # by batch (loss, weight); in an evaluation by microbatch
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)

@@ -72,7 +72,7 @@ class _Worker:
     queue: list[tuple[int, Instruction]]
     memory: int
     versions: set[int]
-    expected: list[tuple[str, int]]
+    expected: Sequence[tuple[str, int]]
     position: int = 0
     computed: int = 0
     clock: float = 0.0
@@ -187,7 +187,9 @@ class _Simulation:
     def _update(self, w: int, worker: _Worker, i: Update) -> None:
         latest = max(worker.versions, default=None)
         if i.batch != latest or worker.pending != self.plan.microbatches:
-            self._fail(w, f"{i} after {worker.pending} backwards at version {latest}, expected {self.plan.microbatches} at version {i.batch}")
+            self._fail(
+                w, f"{i} after {worker.pending} backwards at version {latest}, expected {self.plan.microbatches} at version {i.batch}"
+            )
         worker.pending = 0
         if i.retires is None:
             worker.memory += self.costs[w].weights
@@ -196,7 +198,9 @@ class _Simulation:
         worker.versions.add(i.batch + 1)
         worker.most_versions = max(worker.most_versions, len(worker.versions))
         if len(worker.versions) > self.schedule.versions_alive(self.plan, w):
-            self._fail(w, f"{i} leaves versions {sorted(worker.versions)} alive, expected at most {self.schedule.versions_alive(self.plan, w)}")
+            self._fail(
+                w, f"{i} leaves versions {sorted(worker.versions)} alive, expected at most {self.schedule.versions_alive(self.plan, w)}"
+            )
         worker.clock += self.costs[w].update
         worker.busy += self.costs[w].update
         worker.spans[-1] = worker.spans[-1]._replace(updates=True)

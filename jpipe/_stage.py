@@ -77,7 +77,9 @@ class StageFunctions:
         vjp = jax.tree.unflatten(vjp_form, restore_leaves(self.residuals, vjp_leaves, kept, saved))
         return self._pull_back(vjp, message, sums)
 
-    def forward_backward(self, params: Tree, state: Tree, x: Tree, labels: Tree, sums: Tree, draw: tuple[Any, Any]) -> tuple[Any, Tree, Tree]:
+    def forward_backward(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, sums: Tree, draw: tuple[Any, Any]
+    ) -> tuple[Any, Tree, Tree]:
         """The last stage's forward and backward in one: (gradient message, sums, new state)."""
         (y, new_state), vjp = self._linearize(params, (state, x, labels), draw)
         message, sums = self._pull_back(vjp, y, sums)
@@ -152,7 +154,9 @@ class StageFunctions:
         _, vjp, outputs = jax.vjp(stage, params, [leaves[i] for i in moving], has_aux=True)
         return outputs, vjp
 
-    def _linearized_leaves(self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], list[Any]]:
+    def _linearized_leaves(
+        self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]
+    ) -> tuple[tuple[Tree, Tree], list[Any]]:
         outputs, vjp = self._linearize(params, arguments, draw)
         return outputs, jax.tree.leaves(vjp)
 

@@ -276,7 +276,10 @@ def test_what_a_program_is_made_of():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
     assert isinstance(program, Program)
-    counts = {kind: sum(type(i) is kind for i in program.instructions) for kind in (Load, Forward, Backward, ForwardBackward, Send, Update, Release)}
+    counts = {
+        kind: sum(type(i) is kind for i in program.instructions)
+        for kind in (Load, Forward, Backward, ForwardBackward, Send, Update, Release)
+    }
     assert counts == {Load: 12, Forward: 6, Backward: 6, ForwardBackward: 6, Send: 12, Update: 6, Release: 0}
     updates = [i.retires for i in program.worker(0) if isinstance(i, Update)]
     assert updates == [None, 0, 1]  # the first retires nothing: shadow and current would be one

@@ -1,0 +1,51 @@
+"""What the runtime itself costs: four stages that compute almost nothing, a microbatch through the whole pipeline."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jpipe import SCHEDULES, Layer, LayerStack, Pipeline, Plan, lower
+
+STAGES, MICROBATCHES, STEPS, REPEATS = 4, 8, 50, 9
+
+
+def measure() -> list[dict[str, Any]]:
+    """Microseconds a microbatch and an instruction, for each schedule."""
+    rows = []
+    for name in SCHEDULES:
+        plan = Plan.even(_stack().ids, STAGES, name, MICROBATCHES)
+        micros = _microbatch_time(plan) * 1e6
+        instructions = len(lower(plan, 40).instructions) / 40 / MICROBATCHES
+        rows.append({"figure": f"dispatch, {name}: µs a microbatch, {STAGES} stages", "measured": micros, "goal": "<= 500"})
+        rows.append(
+            {
+                "figure": f"dispatch, {name}: µs an instruction ({instructions:.1f} a microbatch)",
+                "measured": micros / instructions,
+                "goal": "<= 30",
+            }
+        )
+    return rows
+
+
+def _stack() -> LayerStack:
+    layer = Layer(lambda key, x: ({"w": jnp.ones((4, 4))}, {}), lambda params, state, x, key, train: (x @ params["w"], state))
+    return LayerStack({f"layer{i}": layer for i in range(STAGES)})
+
+
+def _microbatch_time(plan: Plan) -> float:
+    pipe = Pipeline(_stack(), plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(1e-6))
+    rows = np.ones((2 * MICROBATCHES, 4), np.float32)
+    state = pipe.init(jax.random.key(0), (rows, rows))
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            state, _ = pipe.step(state, (rows, rows))
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / STEPS / MICROBATCHES)
+    return statistics.median(times[1:])

@@ -1,0 +1,28 @@
+"""What the figures were measured on: processor or GPU model and core count, never a name of the machine."""
+
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+
+
+def describe() -> dict[str, Any]:
+    """Model of the device that computes, usable cores, versions."""
+    device = jax.devices()[0]
+    name = _cpu_model() if device.platform == "cpu" else device.device_kind
+    return {
+        "device": name,
+        "platform": device.platform,
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown CPU"

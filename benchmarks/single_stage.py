@@ -1,0 +1,92 @@
+"""One stage on one device against one plain jitted train step of the same GPT with gradient accumulation."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jpipe import LayerStack, Pipeline, Plan, lower, simulate
+from train.config import ModelConfig
+from train.gpt import gpt, loss
+
+MODEL = ModelConfig(depth=4, width=256, heads=8, seq_len=128, dropout=0.0, compute_dtype="float32")
+MICROBATCHES, ROWS, STEPS, REPEATS = 8, 4, 1, 11
+
+
+def measure() -> list[dict[str, Any]]:
+    """Throughput and peak memory of the one-stage pipeline over those of the plain step, step by step in turn."""
+    stack = gpt(MODEL)
+    optimizer = optax.adamw(1e-3)
+    tokens = np.random.default_rng(0).integers(0, 256, (MICROBATCHES * ROWS, MODEL.seq_len)).astype(np.int32)
+    batch = tokens, np.roll(tokens, -1, axis=1)
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe" if MICROBATCHES == 1 else "pipedream_flush", MICROBATCHES), loss, optimizer)
+    state = pipe.init(jax.random.key(0), batch)
+    plain = _PlainStep(stack, optimizer, batch, _copy(pipe.params(state)))
+    ratios, pipe_times, plain_times = [], [], []
+    for repeat in range(REPEATS + 1):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            state, metrics = pipe.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        middle = time.perf_counter()
+        for _ in range(STEPS):
+            plain.step()
+        end = time.perf_counter()
+        if repeat:
+            pipe_times.append((middle - start) / STEPS)
+            plain_times.append((end - middle) / STEPS)
+            ratios.append(plain_times[-1] / pipe_times[-1])
+    predicted = simulate(lower(pipe.plan, 1), pipe.costs(batch)).peak_bytes_running[0]
+    return [
+        {"figure": "one stage / plain jitted step: throughput", "measured": statistics.median(ratios), "goal": ">= 0.98"},
+        {"figure": "one stage / plain jitted step: peak memory", "measured": predicted / plain.peak_bytes, "goal": "<= 1.05"},
+        {"figure": "one stage: s a step", "measured": statistics.median(pipe_times)},
+        {"figure": "plain jitted step: s a step", "measured": statistics.median(plain_times)},
+        {"figure": "one stage: peak memory, MB (arrays and temporaries)", "measured": predicted / 1e6},
+        {"figure": "plain jitted step: peak memory, MB (arrays and temporaries)", "measured": plain.peak_bytes / 1e6},
+    ]
+
+
+class _PlainStep:
+    """What one would write without jpipe: a scan over the microbatches that adds up gradients, then the optimizer."""
+
+    def __init__(self, stack: LayerStack, optimizer: optax.GradientTransformation, batch: Any, params: Any) -> None:
+        def loss_of(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+            empty: dict[str, Any] = {layer_id: {} for layer_id in stack.ids}
+            outputs, _ = stack.apply(stack.ids, params, empty, inputs, key=None, microbatch=None, train=True)
+            return loss(outputs, labels)[0]
+
+        def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
+            def accumulate(total: Any, microbatch: Any) -> tuple[Any, jax.Array]:
+                value, gradients = jax.value_and_grad(loss_of)(params, *microbatch)
+                return jax.tree.map(jnp.add, total, gradients), value
+
+            microbatches = jax.tree.map(lambda leaf: leaf.reshape(MICROBATCHES, ROWS, *leaf.shape[1:]), batch)
+            total, losses = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), microbatches)
+            gradients = jax.tree.map(lambda leaf: leaf / batch[1].size, total)
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+            return optax.apply_updates(params, updates), optimizer_state, losses.sum() / batch[1].size
+
+        self.batch = batch
+        self.params, self.optimizer_state = params, optimizer.init(params)
+        device_batch = jax.device_put(batch)
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, self.optimizer_state, device_batch).compile()
+
+    def step(self) -> None:
+        """One step, waited for."""
+        self.params, self.optimizer_state, value = self.compiled(self.params, self.optimizer_state, jax.device_put(self.batch))
+        jax.block_until_ready((self.params, value))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs that are not written in place, temporaries."""
+        memory = self.compiled.memory_analysis()
+        return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
