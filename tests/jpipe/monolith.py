@@ -7,11 +7,11 @@ import optax
 
 
 def train(stack, loss, optimizer, params, state, key, batches, m, read):
-    """Train `params` (by layer id); `read(layer_id, k)` is the version that microbatch k reads of a layer. Returns (losses, params, state)."""
+    """(losses, params by layer id, layer state) after `batches`; microbatch k reads version `read(layer_id, k)` of a layer."""
 
     @jax.jit
     def mean_loss(shift, trees, state, microbatches, first):
-        """Of one batch, with `shift`, which is zero, added to the weights that each microbatch reads: its gradient sums over microbatches."""
+        """Of one batch. `shift` is zero and added to whatever each microbatch reads: its gradient is the sum over microbatches."""
         total = weight = 0.0
         for j, (tree, (x, labels)) in enumerate(zip(trees, microbatches, strict=True)):
             weights = jax.tree.map(jnp.add, tree, shift)

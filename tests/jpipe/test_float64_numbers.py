@@ -122,9 +122,8 @@ def merge(x):
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("variant", ["pipedream_flush", pytest.param("pipedream", marks=pytest.mark.newest), "pipedream_2bw"])
 def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):
     stack = LayerStack({"embed": embed(), "first": residual(), "second": residual(), "merge": merge, "out": models.dense()})
     rng = np.random.default_rng(3)
@@ -134,6 +133,6 @@ def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("variant", models.VARIANTS)
+@pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_three_stages_equal_one_gradient(variant):
     check_against_one_function(Plan.even(STACK.ids, 3, microbatches=3, **models.VARIANTS[variant]))

@@ -34,7 +34,6 @@ def value_of(pipe: Pipeline, params, state, batch, rows=models.ROWS):
     return total / weight, weight
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_each_step_finishes_its_own_batch_and_does_not_wait_for_it(variant):
     pipe = pipeline(variant)
@@ -85,7 +84,6 @@ def test_what_is_no_state_is_refused():
         pipe.step(fresh(other, BATCHES), BATCHES[0])
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_whole_state_is_a_pytree(variant):
     """Taken apart and put together, with other arrays of the same values, training goes on with the same numbers."""
@@ -111,7 +109,6 @@ def test_a_drained_pipeline_may_be_drained_again(variant):
     check_equal(pipe.drain(state), before)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_evaluation_leaves_the_trajectory_as_it_is(variant):
     pipe = pipeline(variant)
