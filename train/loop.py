@@ -38,27 +38,31 @@ def main(config: Config) -> Summary:
         jpipe.InputError: something in the config does not fit; nothing ran on a device and no folder was made.
         NonFiniteLoss: training diverged; the run folder holds what came before.
     """
-    with Reporter(config.train.steps, config.train.batch_size * config.model.seq_len) as reporter:
-        stack = gpt.gpt(config.model)
-        plan = make_plan(config.plan, stack.ids)
-        force_cpu_devices(devices_of(plan))
-        pipe = jpipe.Pipeline(stack, plan, gpt.loss, optimizer(config.optimizer, config.train.steps))
+    reporter = Reporter(config.train.steps, config.train.batch_size * config.model.seq_len)
+    stack = gpt.gpt(config.model)
+    plan = make_plan(config.plan, stack.ids)
+    force_cpu_devices(devices_of(plan))
+    pipe = jpipe.Pipeline(stack, plan, gpt.loss, optimizer(config.optimizer, config.train.steps))
+    with reporter.phase("reading the text"):
         batches = data.load(config)
-        pipe.check(batches.train[0])
-        with RunFolder(config, plan) as folder:
-            reporter.say(f"text: {batches.source}; plan: {plan.depth} stages, {plan.schedule}; run folder: {folder.path}")
-            try:
-                with reporter.phase(f"compiling {plan.depth} stages"):
-                    state = pipe.init(jax.random.key(config.seed), batches.train[0])
-                summary = train(config, pipe, state, batches, folder, reporter)
-            except KeyboardInterrupt:
-                reporter.say(f"interrupted; the steps logged so far are in {folder.path}")
-                raise
+    pipe.check(batches.train[0])
+    with RunFolder(config, plan) as folder:
         reporter.say(
-            f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-            f"{summary.val_loss_after:.3f} nats a byte; the run is in {summary.folder}"
+            f"text: {batches.source}; plan: {plan.depth} stages, {plan.schedule}; {config.train.steps} steps; run folder: {folder.path}"
         )
-        return summary
+        try:
+            with reporter.phase(f"compiling {plan.depth} stages"):
+                state = pipe.init(jax.random.key(config.seed), batches.train[0])
+            with reporter.training():
+                summary = train(config, pipe, state, batches, folder, reporter)
+        except KeyboardInterrupt:
+            reporter.say(f"interrupted; the steps logged so far are in {folder.path}")
+            raise
+    reporter.say(
+        f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+        f"{summary.val_loss_after:.3f} nats a byte; the run is in {summary.folder}"
+    )
+    return summary
 
 
 def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, folder: RunFolder, reporter: Reporter) -> Summary:
@@ -70,7 +74,6 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
     steps, every = config.train.steps, config.train.eval_every
     held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
     log = MetricsLog(config.train, folder, reporter)
-    reporter.training()
     before = [pipe.evaluate(state, batch) for batch in held_out]
     log.validation(0, before)
     finished: Mapping[int, jax.Array] = {}

@@ -3,14 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 class Reporter:
-    """Tells how a run of `steps` steps of `tokens_per_step` goes; use it in a `with`, so that the terminal is left in order."""
+    """Tells how a run of `steps` steps of `tokens_per_step` goes."""
 
     def __init__(self, steps: int, tokens_per_step: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -21,7 +20,7 @@ class Reporter:
         self._training_began = self._began
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
-        self._task = self._bar.add_task("", total=steps, visible=False) if self._bar else None
+        self._task: TaskID | None = None
 
     def say(self, words: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -35,15 +34,20 @@ class Reporter:
             with self._console.status(f"{words} …"):
                 yield
         else:
+            self.say(f"{words} …")
             yield
         self.say(f"{words}: {time.perf_counter() - began:.1f} s")
 
-    def training(self) -> None:
-        """Training starts now: count tokens/s from here, show the bar."""
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Count tokens/s from here, and show the bar until it ends."""
         self._training_began = time.perf_counter()
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, visible=True)
-            self._bar.start()
+        if self._bar is None:
+            yield
+            return
+        with self._bar:
+            self._task = self._bar.add_task("", total=self._steps)
+            yield
 
     def step(self, step: int, loss: float, val_loss: float | None) -> None:
         """Step `step` (from 0) is finished."""
@@ -54,18 +58,11 @@ class Reporter:
             if val_loss is not None:
                 self.say(f"step {step}  validation loss {val_loss:.3f}")
         elif val_loss is not None:
-            self.say(f"step {step}/{self._steps}  {words}  validation loss {val_loss:.3f}")
+            self.say(f"step {step}  {words}  validation loss {val_loss:.3f}")
         elif (step + 1) % self._every == 0:
-            self.say(f"step {step}/{self._steps}  {words}")
+            self.say(f"step {step}  {words}")
 
     @property
     def seconds(self) -> float:
         """Since the run began, start-up included."""
         return time.perf_counter() - self._began
-
-    def __enter__(self) -> "Reporter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()

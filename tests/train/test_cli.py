@@ -175,7 +175,7 @@ def jpipe_process(*arguments: str) -> Iterator[subprocess.Popen]:
 def test_ctrl_c_ends_cleanly_with_a_readable_folder(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 1_000_000, "eval_every": 1_000_000})) as process:
         for line in process.stdout:
-            if line.startswith("step 0/"):
+            if line.startswith("step 0 "):
                 break
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

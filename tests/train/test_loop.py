@@ -74,11 +74,17 @@ def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
 def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     folder = loop.main(changed(tiny)).folder
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("text: ")
-    assert lines[1].startswith("compiling 2 stages: ")
-    assert [line.split()[1] for line in lines[2:-1]] == ["0/5", "1/5", "2/5", "3/5", "4/5"]
-    assert all("tokens/s" in line for line in lines[2:-1])
-    assert "validation loss" in lines[2]
+    phases, steps = lines[:5], lines[5:-1]
+    assert [line.split(":")[0] for line in phases] == [
+        "reading the text …",
+        "reading the text",
+        "text",
+        "compiling 2 stages …",
+        "compiling 2 stages",
+    ]
+    assert [line.split()[1] for line in steps] == ["0", "1", "2", "3", "4"]
+    assert all("tokens/s" in line for line in steps)
+    assert "validation loss" in steps[0]
     assert lines[-1].endswith(f"the run is in {folder}")
 
 
