@@ -50,12 +50,12 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, found: $$($(PYTHON) --version 2>&1). Name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "Setting up .venv (once; a minute or two) ..."
-	@[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
+	@[ -x .venv/bin/pip ] || $(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 .venv-newest/ready: pyproject.toml constraints.txt
 	@echo "Setting up .venv-newest (once; a minute or two) ..."
-	@[ -x .venv-newest/bin/python ] || "$$(.ci/newest-python)" -m venv .venv-newest
+	@[ -x .venv-newest/bin/pip ] || "$$(.ci/newest-python)" -m venv .venv-newest
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jpipe import RECOMPUTE, SCHEDULES, nearest
+
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -64,11 +66,22 @@ class PlanConfig(_Section):
     vertical_sync: bool = False
     file: Text | None = None
 
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        if name not in SCHEDULES:
+            raise ValueError(f"unknown schedule '{name}'; {nearest(name, SCHEDULES)}")
+        return name
+
     @field_validator("recompute", mode="before")
     @classmethod
-    def _name_or_names(cls, value: object) -> object:
-        if not (isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))):
-            raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {value!r}")
+    def _known_policies(cls, value: object) -> object:
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {value!r}")
+            if name not in RECOMPUTE:
+                raise ValueError(f"unknown recomputation policy '{name}'; {nearest(name, RECOMPUTE)}")
         return value
 
 

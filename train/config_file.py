@@ -8,8 +8,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from jpipe import InputError
-from jpipe._errors import explain, nearest
+from jpipe import InputError, explain, nearest
 from train.config import Config
 
 
