@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jpipe._costs import Link, StageCost, unit_costs
+from jpipe._errors import InputError
 from jpipe._grid import Op, Span, Timeline, format_grid, to_ticks
 from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, Update
 from jpipe.schedules import SCHEDULES
@@ -59,8 +60,10 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
 
     Raises:
         ProgramError: the proof fails; says where, with the grid.
+        InputError: a program of a part of a run.
     """
-    assert program.drained and program.begin == program.start, "simulate takes whole runs: lower(…, drain=True)"
+    if not program.drained or program.begin != program.start:
+        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     costs = unit_costs(program.plan) if costs is None else costs
     return _Simulation(program, costs, link or Link()).run()
 

@@ -2,10 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from jpipe._plan import Plan
+
+@runtime_checkable
+class Shape(Protocol):
+    """What a schedule reads of a plan: numbers, no layers."""
+
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def extra_in_flight(self) -> int: ...
+    @property
+    def vertical_sync(self) -> bool: ...
 
 
 class Compute(NamedTuple):
@@ -31,12 +44,12 @@ class Schedule:
 
     name: str
     flushes: bool
-    in_flight: Callable[["Plan", int], int]
-    version: Callable[["Plan", int, int], int]
-    versions_alive: Callable[["Plan", int], int]
-    complaint: Callable[["Plan"], str]
+    in_flight: Callable[[Shape, int], int]
+    version: Callable[[Shape, int, int], int]
+    versions_alive: Callable[[Shape, int], int]
+    complaint: Callable[[Shape], str]
 
-    def order(self, plan: "Plan", s: int, start: int, stop: int) -> Iterator[Compute]:
+    def order(self, plan: Shape, s: int, start: int, stop: int) -> Iterator[Compute]:
         """The computations of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline."""
         m = plan.microbatches
         ahead = self.in_flight(plan, s)
@@ -57,32 +70,32 @@ def one_forward_one_backward(first: int, end: int, ahead: int) -> Iterator[Compu
         yield Compute("B", k)
 
 
-def pipeline_in_flight(plan: "Plan", s: int) -> int:
+def pipeline_in_flight(plan: Shape, s: int) -> int:
     """n_s that keeps every stage of a straight pipeline busy: 1 at the last stage, and 1 + extra_in_flight more for each link."""
     return 1 + (1 + plan.extra_in_flight) * (plan.depth - 1 - s)
 
 
-def synchronous_version(plan: "Plan", s: int, k: int) -> int:
+def synchronous_version(plan: Shape, s: int, k: int) -> int:
     """All microbatches of a batch read the weights of the last update: v = floor(k / m)."""
     return k // plan.microbatches
 
 
-def delayed_version(plan: "Plan", k: int, ahead: int) -> int:
+def delayed_version(plan: Shape, k: int, ahead: int) -> int:
     """The newest version there is when a stage with `ahead` in flight does forward k: floor(max(k - (ahead - 1), 0) / m)."""
     return max(k - (ahead - 1), 0) // plan.microbatches
 
 
-def delayed_versions_alive(plan: "Plan", ahead: int) -> int:
+def delayed_versions_alive(plan: Shape, ahead: int) -> int:
     """Versions between the one of the oldest microbatch in flight and the newest: ceil((ahead - 1) / m) + 1."""
     return -(-(ahead - 1) // plan.microbatches) + 1
 
 
-def no_complaint(plan: "Plan") -> str:
+def no_complaint(plan: Shape) -> str:
     """Every plan is legal."""
     return ""
 
 
-def refuse_extra_in_flight(plan: "Plan") -> str:
+def refuse_extra_in_flight(plan: Shape) -> str:
     """For schedules whose number in flight is fixed."""
     if plan.extra_in_flight:
         return f"the schedule '{plan.schedule}' has no in-flight limit to raise: expected extra_in_flight 0, found {plan.extra_in_flight}"

@@ -14,15 +14,10 @@ With `vertical_sync` every stage reads the version that the first stage reads, f
 d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions. Reference: PipeDream (SOSP 2019), section 3.3, figure 9.
 """
 
-from typing import TYPE_CHECKING
-
-from jpipe.schedules._schedule import Schedule, delayed_version, delayed_versions_alive, no_complaint, pipeline_in_flight
-
-if TYPE_CHECKING:
-    from jpipe._plan import Plan
+from jpipe.schedules._schedule import Schedule, Shape, delayed_version, delayed_versions_alive, no_complaint, pipeline_in_flight
 
 
-def _leader(plan: "Plan", s: int) -> int:
+def _leader(plan: Shape, s: int) -> int:
     """The stage whose number in flight decides the version: the first one under vertical sync, else the stage itself."""
     return 0 if plan.vertical_sync else s
 

@@ -11,15 +11,10 @@ Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad
 Legal for m >= max(d, n_0 - 1). Reference: PipeDream-2BW (ICML 2021), section 3.1, figure 2.
 """
 
-from typing import TYPE_CHECKING
-
-from jpipe.schedules._schedule import Schedule, pipeline_in_flight
-
-if TYPE_CHECKING:
-    from jpipe._plan import Plan
+from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
-def _too_few_microbatches(plan: "Plan") -> str:
+def _too_few_microbatches(plan: Shape) -> str:
     least = max(plan.depth, pipeline_in_flight(plan, 0) - 1)
     if plan.microbatches < least:
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""

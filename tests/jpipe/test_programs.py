@@ -272,6 +272,13 @@ def test_layer_costs_add_up_to_stage_costs():
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
 
+def test_a_part_of_a_run_is_not_simulated():
+    plan = Plan.even("ab", 2, "pipedream", 1)
+    for part in (lower(plan, 2, drain=False), lower(plan, 2, begin=1)):
+        with pytest.raises(InputError, match="expected the program of a whole run"):
+            simulate(part)
+
+
 def test_what_a_program_is_made_of():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
