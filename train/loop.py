@@ -78,7 +78,7 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
     log.validation(0, before)
     finished: Mapping[int, jax.Array] = {}
     for step in range(steps):
-        if step % every == 0 and 0 < step < steps - 1:
+        if step > 0 and step % every == 0:
             log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
         state, metrics = pipe.step(state, batches.train[step])
         log.losses(finished)  # of the step before: reading a loss waits for it, and the devices have this step's work meanwhile

@@ -10,6 +10,7 @@ import yaml
 import jpipe
 from tests.train.conftest import SENTENCE, changed
 from train import config_file, gpt, loop
+from train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -61,6 +62,13 @@ def test_the_last_validation_loss_is_of_the_final_weights(tiny):
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):
     rows = rows_of(loop.main(changed(tiny, train={"steps": 8, "log_every": 3, "eval_every": 5})).folder)
     assert [row["step"] for row in rows] == [0, 3, 5, 6, 7]
+
+
+def test_a_row_can_be_read_while_the_run_goes_on(tiny):
+    plan = loop.make_plan(changed(tiny).plan, ("embed", "block_0", "head"))
+    with RunFolder(changed(tiny), plan) as folder:
+        folder.log({"step": 0, "loss": 5.5})
+        assert rows_of(folder.path) == [{"step": 0, "loss": 5.5}]
 
 
 def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
