@@ -9,6 +9,7 @@ import jax
 
 from benchmarks import dispatch, lowering, single_stage
 from benchmarks.machine import describe
+from jpipe import keep_freed_memory
 
 BENCHMARKS = {"dispatch": dispatch.measure, "single-stage": single_stage.measure, "lowering": lowering.measure}
 
@@ -24,6 +25,7 @@ def main() -> None:
     if unknown := [name for name in options.names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark '{unknown[0]}'; known: {', '.join(BENCHMARKS)}")
     jax.config.update("jax_num_cpu_devices", 4)
+    keep_freed_memory()  # as `jpipe train` does; also for what it is compared with
     results = {"machine": describe()}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     print(f"{'figure':<62} {'measured':>12} {'goal':>14}")

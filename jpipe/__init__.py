@@ -6,6 +6,7 @@ The names below stand in the order of the data flow: a model and a plan, the pro
 from jpipe._costs import LayerCost, Link, StageCost, sum_layer_costs, unit_costs
 from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import Span, Timeline, format_grid, parse_grid, to_ticks
+from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
 from jpipe._lower import lower
 from jpipe._pipeline import Evaluation, Metrics, Pipeline
@@ -45,6 +46,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
     "Metrics",
     "Evaluation",
+    "keep_freed_memory",
     "InputError",
     "explain",
     "nearest",

@@ -21,9 +21,10 @@ def train(
         overrides: Replace one key of the file, such as train.steps=100.
     """
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
-    from jpipe import InputError
+    from jpipe import InputError, keep_freed_memory
     from train import config_file, loop
 
+    keep_freed_memory()
     try:
         loop.main(config_file.load(config, overrides))
     except InputError as error:

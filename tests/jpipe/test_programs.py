@@ -36,7 +36,7 @@ LAYERS = tuple("abcdefgh")
 
 @st.composite
 def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
-    """The fields of any legal plan of any schedule (the plan itself is built in the test: hypothesis wants no run-time type checks here)."""
+    """The fields of any legal plan of any schedule; the plan is built in the test, for hypothesis wants no run-time type checks here."""
     fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
     depth, m = draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches))
     extra = draw(st.integers(0, 2)) if fields["schedule"] not in ("naive", "gpipe") else 0
