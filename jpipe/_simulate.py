@@ -72,7 +72,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
 class _Worker:
     """One worker's side of the simulation."""
 
-    queue: list[tuple[int, Instruction]]
+    queue: list[Instruction]
+    places: list[int]  # of the queue's instructions in the total order
     memory: int
     versions: set[int]
     expected: Sequence[tuple[str, int]]
@@ -96,10 +97,12 @@ class _Simulation:
     def __init__(self, program: Program, costs: Sequence[StageCost], link: Link) -> None:
         self.program, self.plan, self.costs, self.link = program, program.plan, costs, link
         self.schedule = SCHEDULES[self.plan.schedule]
-        queues: list[list[tuple[int, Instruction]]] = [[] for _ in range(self.plan.depth)]
-        for index, instruction in enumerate(program.instructions):
-            queues[instruction.worker].append((index, instruction))
-        self.workers = [self._worker(s, queue) for s, queue in enumerate(queues)]
+        queues: list[list[Instruction]] = [[] for _ in range(self.plan.depth)]
+        places: list[list[int]] = [[] for _ in range(self.plan.depth)]
+        for place, instruction in enumerate(program.instructions):
+            queues[instruction.worker].append(instruction)
+            places[instruction.worker].append(place)
+        self.workers = [self._worker(s, queues[s], places[s]) for s in range(self.plan.depth)]
         self.link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> Prediction:
@@ -109,19 +112,18 @@ class _Simulation:
             worker = self.workers[w]
             queue = worker.queue
             while worker.position < len(queue):
-                index, instruction = queue[worker.position]
+                instruction = queue[worker.position]
                 kind = type(instruction)
                 if kind is Send:
-                    if not self._transfer(w, index, instruction):  # type: ignore[arg-type]
+                    if not self._transfer(w, instruction):  # type: ignore[arg-type]
                         break
                     waiting.append(instruction.to)  # type: ignore[union-attr]
                 elif kind is Receive:
-                    waiting.append(instruction.source)  # type: ignore[union-attr]
                     peer = self.workers[instruction.source]  # type: ignore[union-attr]
-                    head = peer.queue[peer.position][1] if peer.position < len(peer.queue) else None
-                    if not (type(head) is Send and head.to == w):
-                        waiting.pop()  # the sender is not there yet: it wakes this worker when it is
-                    break  # the sender does the transfer and moves both on
+                    head = peer.queue[peer.position] if peer.position < len(peer.queue) else None
+                    if type(head) is Send and head.to == w:
+                        waiting.append(instruction.source)  # type: ignore[union-attr]
+                    break  # the sender does the transfer, moves both on and wakes this worker
                 else:
                     _HANDLERS[kind](self, w, worker, instruction)
                     worker.position += 1
@@ -132,15 +134,16 @@ class _Simulation:
 
     # Instructions ------------------------------------------------------------------------------------------------------
 
-    def _transfer(self, w: int, index: int, send: Send) -> bool:
+    def _transfer(self, w: int, send: Send) -> bool:
         """Do a transfer if the receiver has come to it."""
         worker, peer = self.workers[w], self.workers[send.to]
         if peer.position >= len(peer.queue):
             self._fail(w, f"{send} has no receiver")
-        receive_index, receive = peer.queue[peer.position]
-        if receive != Receive(send.to, send.microbatch, send.message, w):
+        receive = peer.queue[peer.position]
+        expected = send.microbatch, send.message, w
+        if type(receive) is not Receive or (receive.microbatch, receive.message, receive.source) != expected:
             return False
-        if receive_index < index:
+        if peer.places[peer.position] < worker.places[worker.position]:
             self._fail(w, f"{receive} stands before its {send} in the total order")
         k, cost = send.microbatch, self.costs[w]
         if send.message == "activation":
@@ -214,12 +217,12 @@ class _Simulation:
 
     # Proofs ------------------------------------------------------------------------------------------------------------
 
-    def _worker(self, s: int, queue: list[tuple[int, Instruction]]) -> _Worker:
+    def _worker(self, s: int, queue: list[Instruction], places: list[int]) -> _Worker:
         start, m, cost = self.program.start, self.plan.microbatches, self.costs[s]
         versions = set(range(self.schedule.version(self.plan, s, start * m), start + 1))
         memory = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
         order = [(entry.op, entry.microbatch) for entry in self.schedule.order(self.plan, s, start, self.program.end)]
-        return _Worker(queue, memory, versions, order)
+        return _Worker(queue, places, memory, versions, order)
 
     def _compute(self, w: int, worker: _Worker, op: Op, i: Any, ready: list[float], seconds: float) -> None:
         k = i.microbatch
@@ -269,7 +272,7 @@ class _Simulation:
     def _check_end(self) -> None:
         stuck = [w for w, worker in enumerate(self.workers) if worker.position < len(worker.queue)]
         if stuck:
-            notes = [(w, f"waits at {self.workers[w].queue[self.workers[w].position][1]}") for w in stuck]
+            notes = [(w, f"waits at {self.workers[w].queue[self.workers[w].position]}") for w in stuck]
             raise ProgramError(f"{self.plan.schedule}: deadlock, workers {stuck} wait for each other\n{self._grid(notes)}")
         next_microbatch = self.program.end * self.plan.microbatches
         for w, worker in enumerate(self.workers):

@@ -28,11 +28,10 @@ def version(plan, s: int, k: int) -> int:
     }[plan.schedule]
 
 
-def train(functions, plan, start, batches) -> Outcome:
-    """Run `batches` with the stage functions, from the `WorkerState`s `start` of a fresh pipeline."""
+def train(functions, calls, plan, start, batches) -> Outcome:
+    """Run `batches` with the stage functions (`calls`: jitted), from the `WorkerState`s `start` of a fresh pipeline."""
     m, d, last = plan.microbatches, plan.depth, plan.depth - 1
     fused = m == 1 or plan.schedule != "gpipe"  # the backward follows its forward at once at the last stage
-    calls = [{n: jax.jit(getattr(f, n)) for n in ("forward", "backward", "forward_backward", "update")} for f in functions]
     versions, optimizer, state, sums = ([getattr(w, name) for w in start] for name in ("versions", "optimizer", "layer_state", "sums"))
     losses, weights = {}, {}
     for k in range(len(batches) * m):

@@ -12,6 +12,9 @@ KEY = 11
 REFERENCE_BATCHES = 9  # long enough for every schedule to run in its steady state for some batches
 
 
+JITTED: dict = {}  # the stage functions that the reference runs, by stack and stages
+
+
 class Trained(NamedTuple):
     """Loss of every batch; parameters and layer state by layer id after a drain."""
 
@@ -64,7 +67,12 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
     batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    expected = reference.train(pipe._functions(batches[0]), plan, models.on_first_device(fresh.workers), batches)
+    key = stack, plan.stages
+    if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
+        functions = pipe._functions(batches[0])
+        names = ("forward", "backward", "forward_backward", "update")
+        JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
+    expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches)
     for drains in (set(), drain_after):
         state, losses, weights = models.copied(fresh), {}, {}
         for t, batch in enumerate(batches):
