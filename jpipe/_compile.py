@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jpipe._layers import KEY_SPEC, Layer, LayerSpec, LayerStack
+from jpipe._layers import Layer, LayerSpec, LayerStack, key_spec
 from jpipe._program import Backward, Forward, ForwardBackward, Program, Update
 from jpipe._stage import StageFunctions
 
@@ -74,7 +74,7 @@ def compile_initializers(
     shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     name_of = {}
     for layer_id, device in device_of.items():
-        key = _on(device, KEY_SPEC)
+        key = _on(device, key_spec())
         lowered = jax.jit(_initializer(stack.layers[layer_id], specs[layer_id].x)).lower(key)
         name_of[layer_id] = lowered.as_text(), device
         shared.setdefault(name_of[layer_id], lowered)

@@ -1,10 +1,10 @@
 """The model as an ordered mapping of layers, each a pure `init` and `apply`; adapters for Flax NNX, Flax Linen and plain functions."""
 
 import functools
+import hashlib
 import inspect
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ class LayerStack:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
         _refuse_shared_modules(layers)
-        self.layers: dict[str, Layer] = {layer_id: _adapt(layer_id, layer) for layer_id, layer in layers.items()}
+        self.layers: dict[str, Layer] = {layer_id: _without_weak_types(_adapt(layer_id, layer)) for layer_id, layer in layers.items()}
         _refuse_shared_owners(self.layers)
 
     @property
@@ -113,26 +113,40 @@ class LayerStack:
             InputError: a layer cannot take the output of the one before (names both, with shapes).
         """
         found: dict[str, LayerSpec] = {}
+        key = key_spec()
         before, x = "the batch", jax.tree.map(spec_of, inputs)
         for layer_id, layer in self.layers.items():
             try:
-                params, state = jax.eval_shape(layer.init, KEY_SPEC, x)
-                y, _ = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, KEY_SPEC)
+                params, state = jax.eval_shape(layer.init, key, x)
+                y, new_state = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, key)
+                evaluated, _ = jax.eval_shape(lambda p, s, v, layer=layer: layer.apply(p, s, v, None, False), params, state, x)
             except InputError:
                 raise
             except Exception as error:
                 raise InputError(
                     f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {_first_line(error)}; "
-                    f"make the output of '{before}' fit the input of '{layer_id}'"
+                    f"make the output of '{before}' fit the input of '{layer_id}', or mend '{layer_id}'"
                 ) from error
             _refuse_untrainable(layer_id, params)
+            _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
+            _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
             found[layer_id] = LayerSpec(x, params, state, y)
             before, x = layer_id, y
         return found
 
 
-KEY_SPEC = jax.eval_shape(lambda: jax.random.key(0))
-"""What a random key looks like."""
+def key_spec() -> jax.ShapeDtypeStruct:
+    """What a random key looks like."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def _without_weak_types(layer: Layer) -> Layer:
+    return replace(layer, init=lambda key, x: _strong(layer.init(key, x)), apply=lambda *arguments: _strong(layer.apply(*arguments)))
+
+
+def _strong(tree: Tree) -> Tree:
+    """The same arrays without JAX's weak types, which would be lost at the end of a stage, so that the cut changed the numbers."""
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -154,11 +168,19 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:
-    return jax.random.fold_in(key, zlib.crc32(layer_id.encode()))
+    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits, in the two halves that a key takes
+    for half in (digest[:4], digest[4:]):
+        key = jax.random.fold_in(key, int.from_bytes(half, "little"))
+    return key
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+
+
+def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
+    if jax.tree.map(spec_of, found) != jax.tree.map(spec_of, expected):
+        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(found)}")
 
 
 def _refuse_untrainable(layer_id: str, params: Tree) -> None:
@@ -238,15 +260,15 @@ def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
         return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     try:
-        module = nnx.eval_shape(build, KEY_SPEC)
+        module = nnx.eval_shape(build, key_spec())
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"layer '{layer_id}': its constructor fails: {_first_line(error)}") from error
     graphs = {}
-    for train in (False, True):  # in this order: the module is left in training mode
-        module.train() if train else module.eval()
-        graphs[train], *abstract = split(module)
+    graphs[True], *abstract = split(module)  # as it was built: what its author has frozen stays frozen in training
+    module.eval()
+    graphs[False] = split(module)[0]
     params_form, rng_form, state_form = (jax.tree.structure(part) for part in abstract)
     rng_specs = jax.tree.leaves(abstract[1])
 
@@ -258,7 +280,9 @@ def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
         """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
         base = jax.random.key(0) if key is None else key  # in evaluation nothing is drawn
         return [
-            jax.random.fold_in(base, i) if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key) else jnp.zeros(spec.shape, spec.dtype)
+            _keys_like(spec, jax.random.fold_in(base, i))
+            if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+            else jnp.zeros(spec.shape, spec.dtype)
             for i, spec in enumerate(rng_specs)
         ]
 
@@ -273,6 +297,11 @@ def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
         return y, nnx.to_pure_dict(split(module)[3]) if train else state
 
     return Layer(init, apply, stochastic=bool(rng_specs))
+
+
+def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
+    """As many keys as `spec` has (modules that are vmapped or scanned hold a stack of them), from one."""
+    return jax.random.split(key, spec.shape) if spec.shape else key
 
 
 def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
@@ -294,7 +323,7 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
                     raise _shared(seen[id(node)], layer_id, name)
 
         try:
-            jax.eval_shape(record, KEY_SPEC)
+            jax.eval_shape(record, key_spec())
         except InputError:
             raise
         except Exception:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id

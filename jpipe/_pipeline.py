@@ -13,11 +13,12 @@ import optax
 from jpipe._compile import CompiledStage, compile_initializers, compile_stages
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
-from jpipe._layers import KEY_SPEC, LayerStack, describe, spec_of
+from jpipe._layers import LayerStack, describe, key_spec, spec_of
 from jpipe._lower import lower, lower_evaluation
 from jpipe._plan import Plan
 from jpipe._program import Program
 from jpipe._runtime import Observer, run
+from jpipe._simulate import simulate
 from jpipe._stage import Loss, Specs, StageFunctions
 from jpipe._state import State, WorkerState
 from jpipe._transport import to_host
@@ -49,6 +50,8 @@ class Evaluation(NamedTuple):
 
 class Pipeline:
     """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
+
+    `init` proves the programs (see `simulate`) before it compiles what they use.
 
     Args:
         stack: the model.
@@ -108,11 +111,8 @@ class Pipeline:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
         """
-        functions = self._functions(batch)
-        first_steps = [self._program(since, since, False)[0] for since in range(2 * self._horizon + 1)]
-        drains = [self._program(since, since, True)[0] for since in range(2 * self._horizon + 1)]
-        restarts = [self._program(since, 2 * self._horizon, drain)[0] for since in range(self._horizon) for drain in (False, True)]
-        self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), first_steps + drains + restarts)
+        key, functions = _as_key(key), self._functions(batch)
+        self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), self._proved_runs())
         self._spec = _microbatch_spec(batch, self.plan.microbatches)
         device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
         initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), device_of)
@@ -226,7 +226,7 @@ class Pipeline:
         x = inputs
         for s, stage in enumerate(self.plan.stages):
             first, last = s == 0, s == self.plan.depth - 1
-            draw = (jax.ShapeDtypeStruct((), np.uint32), KEY_SPEC) if self.stack.is_stochastic(stage.layers) else (None, None)
+            draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if self.stack.is_stochastic(stage.layers) else (None, None)
             params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
             state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
             specs = Specs(params, state, x, labels if last else None, draw)
@@ -242,6 +242,13 @@ class Pipeline:
             params[layer_id], state[layer_id] = initializers[layer_id](layer_key)
         optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
+
+    def _proved_runs(self) -> list[Program]:
+        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both proved."""
+        runs = [lower(self.plan, first + 2 * self._horizon + 1, begin=first, start=first) for first in (0, 2 * self._horizon)]
+        for program in runs:
+            simulate(program)
+        return runs
 
     @cached_property
     def _horizon(self) -> int:
@@ -278,6 +285,16 @@ class Pipeline:
         if all(version in worker.versions for worker in state.workers):
             return state
         return self.drain(_copy(state))
+
+
+def _as_key(key: Any) -> jax.Array:
+    """A typed key of JAX's default kind; an old-style `jax.random.PRNGKey` is wrapped."""
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
+        return jax.random.wrap_key_data(key)
+    if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
+        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {found}")
+    return key
 
 
 def _is_used_up(worker: WorkerState) -> bool:

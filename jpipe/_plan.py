@@ -46,13 +46,13 @@ class Stage(pydantic.BaseModel):
 
 
 class Plan(pydantic.BaseModel):
-    """Stages, schedule, microbatches and recomputation of one run. A plan that exists is legal for its schedule.
+    """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
 
     Attributes:
         schedule: a name of `jpipe.SCHEDULES`.
         microbatches: m, the number of microbatches between two updates.
         stages: every layer exactly once, in order, cut anywhere.
-        extra_in_flight: additional microbatches in flight a link (0: n_s = d - s), to hide the latency of slow links.
+        extra_in_flight: additional microbatches in flight a link (0: n_s = d - s; at most 64), to hide the latency of slow links.
         vertical_sync: for `pipedream`: every stage reads the version that the first stage read.
         placement: for each stage the device number of each of its replicas; None: in order.
 
@@ -66,13 +66,13 @@ class Plan(pydantic.BaseModel):
     schedule: str
     microbatches: Annotated[int, Field(ge=1)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
-    extra_in_flight: Annotated[int, Field(ge=0)] = 0
+    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
     placement: (
         Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)] | None
     ) = None
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except pydantic.ValidationError as error:
@@ -177,8 +177,8 @@ class Plan(pydantic.BaseModel):
                 f"{where}: expected a plan as JSON, found text that is none or is cut off "
                 f"at line {error.lineno}, column {error.colno} ({error.msg})"
             ) from None
-        except RecursionError:
-            raise InputError(f"{where}: expected a plan as JSON, found text nested too deeply") from None
+        except (RecursionError, ValueError):
+            raise InputError(f"{where}: expected a plan as JSON, found text nested too deeply, or a number of thousands of digits") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a plan of jpipe?')

@@ -14,7 +14,7 @@ class Source(NamedTuple):
 
     `saved`: position among the arrays the forward returns for it. `argument`: the leaf is an argument of the forward, at
     this position among its flattened (state, x, labels). `output`: likewise among its flattened (y, new state).
-    `weights`: computed from weights, constants and the random key alone; the backward computes it again.
+    `weights`: computed from weights, constants and random numbers alone; the backward computes it again.
     """
 
     kind: Literal["saved", "argument", "output", "weights"]
@@ -53,21 +53,25 @@ class Residuals:
 def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, draw: Tree) -> Residuals:
     """Trace `forward(params, arguments, draw) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
 
-    `jax.vjp` alone would keep the weights once per microbatch, and cast copies of them too. A leaf that no argument reaches
-    is therefore left out. `draw` is (microbatch, key) or Nones: the backward is given it again.
+    `jax.vjp` alone would keep the weights once per microbatch, and cast or masked copies of them too. A leaf that weights
+    reach and no argument does is therefore left out. What only `draw` reaches (a dropout mask) is saved: drawing again
+    costs more. `draw` is (microbatch, key) or Nones: the backward is given it again.
     """
     closed = jax.make_jaxpr(forward)(params, arguments, draw)
     jaxpr = closed.jaxpr
     count = [len(jax.tree.leaves(part)) for part in (params, arguments, draw)]
-    reached = _reached(jaxpr, [False] * count[0] + [True] * (count[1] + count[2]))
+    by_arguments = _reached(jaxpr, [False] * count[0] + [True] * count[1] + [False] * count[2])
+    by_weights = _reached(jaxpr, [True] * count[0] + [False] * (count[1] + count[2]))
+    by_draw = _reached(jaxpr, [False] * (count[0] + count[1]) + [True] * count[2])
     argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
     draws = set(jaxpr.invars[count[0] + count[1] :])
     leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, draw)[0]))
     output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not _is_literal(var)}
     saved: dict[Any, int] = {}
     sources = []
-    for var, is_reached in zip(jaxpr.outvars[leaves_from:], reached[leaves_from:], strict=True):
-        if not is_reached or var in draws:
+    for i, var in enumerate(jaxpr.outvars[leaves_from:], start=leaves_from):
+        only_drawn = by_draw[i] and not by_weights[i]
+        if _is_literal(var) or var in draws or not (by_arguments[i] or only_drawn):
             sources.append(Source("weights"))
         elif var in argument_of:
             sources.append(Source("argument", argument_of[var]))
@@ -105,9 +109,22 @@ def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         inner = getattr(inner, "jaxpr", inner)
         same_form = hasattr(inner, "eqns") and len(inner.invars) == len(marks) and len(inner.outvars) == len(equation.outvars)
-        if same_form and equation.primitive.name not in ("scan", "while"):  # loops feed outputs back: take them as one
+        if same_form and equation.primitive.name == "scan":
+            results = _reached_by_scan(inner, marks, equation.params["num_consts"], equation.params["num_carry"])
+        elif same_form and equation.primitive.name != "while":
             results = _reached(inner, marks)
         else:
             results = [any(marks)] * len(equation.outvars)
         marked.update(var for var, mark in zip(equation.outvars, results, strict=True) if mark)
     return [not _is_literal(var) and var in marked for var in jaxpr.outvars]
+
+
+def _reached_by_scan(body: Any, marks: list[bool], consts: int, carry: int) -> list[bool]:
+    """The same for a scan, whose body is given back what it carries: until no more of the carry is reached."""
+    marks = list(marks)
+    while True:
+        results = _reached(body, marks)
+        fed_back = [old or new for old, new in zip(marks[consts : consts + carry], results[:carry], strict=True)]
+        if fed_back == marks[consts : consts + carry]:
+            return [*fed_back, *results[carry:]]
+        marks[consts : consts + carry] = fed_back

@@ -60,11 +60,13 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
 
     Raises:
         ProgramError: the proof fails; says where, with the grid.
-        InputError: a program of a part of a run.
+        InputError: a program of a part of a run, or not one cost for each stage.
     """
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     costs = unit_costs(program.plan) if costs is None else costs
+    if len(costs) != program.plan.depth:
+        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
     return _Simulation(program, costs, link or Link()).run()
 
 

@@ -94,7 +94,9 @@ class StageFunctions:
         divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
         new_params, new_state = {}, {}
         for layer_id, gradient in sums["gradients"].items():
-            mean = jax.tree.map(lambda g: g / divisor.astype(g.dtype), gradient)
+            mean = jax.tree.map(
+                lambda g: (g.astype(divisor.dtype) / divisor).astype(g.dtype), gradient
+            )  # a weight may be large for g's dtype
             new_params[layer_id], new_state[layer_id] = self._update_layer(layer_id, mean, optimizer_state[layer_id], params[layer_id])
         zeros = jax.tree.map(jnp.zeros_like, sums)
         if not self.last:
@@ -108,7 +110,8 @@ class StageFunctions:
 
     def init_optimizer(self, params: Tree) -> Tree:
         """Optimizer state of fresh parameters, keyed by layer id."""
-        return {layer_id: self.optimizer.init({layer_id: p}) for layer_id, p in params.items()}
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return {layer_id: self.optimizer.init({layer_id: p}) for layer_id, p in params.items()}
 
     def zero_sums(self, params: Tree) -> Tree:
         """Sums of a batch of which nothing has been seen."""

@@ -279,6 +279,11 @@ def test_a_part_of_a_run_is_not_simulated():
             simulate(part)
 
 
+def test_costs_of_too_few_stages():
+    with pytest.raises(InputError, match="expected 2 costs, one for each stage, found 1"):
+        simulate(lower(Plan.even("ab", 2, "gpipe", 1), 1), [StageCost()])
+
+
 def test_what_a_program_is_made_of():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
