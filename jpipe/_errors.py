@@ -1,6 +1,7 @@
 """The error for a caller's mistake, and how a failed validation is told: where, expected, found, what to change."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,8 +50,15 @@ def _is_inside(location: Sequence[str | int], outer: Sequence[str | int]) -> boo
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"{type(value).__name__} too long to print"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_REPR = reprlib.Repr()  # its time does not grow with the value
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _fields_at(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:

@@ -178,7 +178,9 @@ class Plan(pydantic.BaseModel):
                 f"at line {error.lineno}, column {error.colno} ({error.msg})"
             ) from None
         except (RecursionError, ValueError):
-            raise InputError(f"{where}: expected a plan as JSON, found text nested too deeply, or a number of thousands of digits") from None
+            raise InputError(
+                f"{where}: expected a plan as JSON, found text nested too deeply, or a number of thousands of digits"
+            ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a plan of jpipe?')

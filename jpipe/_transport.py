@@ -19,8 +19,8 @@ class LocalTransport:
         self._mailbox: dict[tuple[int, Message, int], Tree] = {}
 
     def load(self, worker: int, data: Tree) -> Tree:
-        """Bring host arrays to a worker. Copied first, because the caller may overwrite its batch at once and `device_put` reads late."""
-        return jax.device_put(jax.tree.map(np.copy, data), self._devices[worker])
+        """Bring host arrays that nobody will write to (see `rows`) to a worker."""
+        return jax.device_put(data, self._devices[worker])
 
     def send(self, to: int, message: Message, microbatch: int, tree: Tree) -> None:
         """Start moving a message to the worker `to`."""
@@ -32,8 +32,8 @@ class LocalTransport:
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:
-    """Rows start .. stop - 1 of every array of a batch on the host (views, no copies)."""
-    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
+    """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once."""
+    return jax.tree.map(lambda leaf: leaf[start:stop].copy(), batch)
 
 
 def to_host(batch: Tree) -> Tree:
