@@ -110,13 +110,21 @@ def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         inner = getattr(inner, "jaxpr", inner)
         same_form = hasattr(inner, "eqns") and len(inner.invars) == len(marks) and len(inner.outvars) == len(equation.outvars)
         if same_form and equation.primitive.name == "scan":
-            results = _reached_by_scan(inner, marks, equation.params["num_consts"], equation.params["num_carry"])
+            results = _reached_by_scan(inner, marks, *_scan_parts(equation, inner))
         elif same_form and equation.primitive.name != "while":
             results = _reached(inner, marks)
         else:
             results = [any(marks)] * len(equation.outvars)
         marked.update(var for var, mark in zip(equation.outvars, results, strict=True) if mark)
     return [not _is_literal(var) and var in marked for var in jaxpr.outvars]
+
+
+def _scan_parts(equation: Any, body: Any) -> tuple[int, int]:
+    """How many constants and how many carried arrays a scan has. Told from shapes, since JAX versions name its parameters differently:
+    what is scanned over, and what is stacked, has one dim less inside."""
+    scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))
+    carry = sum(outer.aval.shape == inner.aval.shape for outer, inner in zip(equation.outvars, body.outvars, strict=True))
+    return len(equation.invars) - scanned - carry, carry
 
 
 def _reached_by_scan(body: Any, marks: list[bool], consts: int, carry: int) -> list[bool]:
