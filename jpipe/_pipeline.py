@@ -157,7 +157,8 @@ class Pipeline:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
         The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
-        of the state is drained, which costs that memory for the time of the call.
+        of the state is drained, which costs that memory for the time of the call. Layer state (batch statistics) is what each
+        stage holds, ahead of that version by the microbatches in flight.
 
         Args:
             state: any state that is not used up.
