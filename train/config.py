@@ -1,13 +1,29 @@
 """What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
 
+import reprlib
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jpipe import RECOMPUTE, SCHEDULES, nearest
 
-Count = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
+
+def _usable_path(path: str) -> str:
+    """The path as it is, or an error where no file can have that name."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"'{path}' begins with a user's home folder that is not known; write the folder out") from None
+    if "\0" in path:
+        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
+    return path
+
+
+# The upper limits are far beyond what runs; they keep a slip of the keyboard from counting for hours or out of 32 bits.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+MOST_MICROBATCHES = 1024
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -18,13 +34,13 @@ class _Section(BaseModel):
 class RunConfig(_Section):
     """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
 
-    dir: Text | None = None
+    dir: FilePath | None = None
 
 
 class DataConfig(_Section):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library."""
 
-    path: Text | None = None
+    path: FilePath | None = None
     validation_fraction: Fraction = 0.05
 
 
@@ -41,8 +57,8 @@ class TrainConfig(_Section):
 class ModelConfig(_Section):
     """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is."""
 
-    depth: Count = 4
-    width: Count = 128
+    depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    width: Annotated[int, Field(ge=1, le=10**6)] = 128
     heads: Count = 4
     seq_len: Count = 128
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -60,11 +76,11 @@ class PlanConfig(_Section):
 
     schedule: str = "pipedream_2bw"
     num_stages: Count = 4
-    microbatches: Count = 4
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
     recompute: str | list[str] = "none"
-    extra_in_flight: Annotated[int, Field(ge=0)] = 0
+    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
-    file: Text | None = None
+    file: FilePath | None = None
 
     @field_validator("schedule")
     @classmethod
@@ -79,7 +95,7 @@ class PlanConfig(_Section):
         names = value if isinstance(value, list) else [value]
         for name in names:
             if not isinstance(name, str):
-                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {value!r}")
+                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {reprlib.repr(value)}")
             if name not in RECOMPUTE:
                 raise ValueError(f"unknown recomputation policy '{name}'; {nearest(name, RECOMPUTE)}")
         return value
@@ -94,7 +110,7 @@ class OptimizerConfig(_Section):
     name: Literal["adam", "adamw", "lion", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 
 
@@ -108,6 +124,12 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, data: object) -> object:
+        """`train:` with nothing below it is read as null."""
+        return {key: {} if value is None and key != "seed" else value for key, value in data.items()} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _microbatches_divide_batch(self) -> "Config":

@@ -55,7 +55,7 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
         mark = error.problem_mark or error.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise InputError(f"{where}{at}: this is not YAML as it should be: {error.problem or error.context}; {remedy}") from None
-    except (yaml.YAMLError, ValueError) as error:  # characters that YAML does not allow; a date such as 2001-99-99
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # characters that YAML does not allow; a date such as 2001-99-99
         raise InputError(f"{where}: this is not YAML as it should be: {str(error).splitlines()[0]}; {remedy}") from None
     except RecursionError:
         raise InputError(f"{where}: this is not YAML as it should be: nested too deeply; {remedy}") from None
@@ -79,7 +79,14 @@ def _override(data: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader (plain data only), refusing duplicate keys."""
+    """PyYAML's safe loader (plain data only), refusing duplicate keys, anchors, aliases (a few make gigabytes) and tags."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        for name, found in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
+            if getattr(event, name, None) is not None:
+                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {found}", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

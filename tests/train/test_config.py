@@ -1,5 +1,6 @@
 """A config round-trips, overrides reach it, and its YAML is plain data."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from train import config_file
 from train.config import Config
 
 GPT_BYTES = Path(__file__).parents[2] / "configs" / "gpt-bytes.yaml"
+
+
+A_TAG = "config.yaml, line 1, column 7: this is not YAML as it should be: expected a plain value, found a tag (!); correct the text there"
+AN_ANCHOR = "config.yaml, line 1, column 7: this is not YAML as it should be: expected a plain value, found an anchor or alias (& or *);"
+BILLION_LAUGHS = (
+    "a: &a [x, x]\n" + "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in itertools.pairwise("abcdefghij")) + "\nseed: *j"
+)
 
 
 @pytest.fixture
@@ -60,9 +68,16 @@ def test_every_spelling_of_a_number_is_one(number):
         ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this is not YAML as it should be: expected ',' or '}', but got ':'"),
         ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' is there twice"),
         ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
+        ("seed: !!python/object/apply:os.getcwd []", A_TAG),
+        ("seed: !!bool foo", A_TAG),
+        ("seed: !!timestamp foo", A_TAG),
+        ('seed: !!int ""', A_TAG),
+        ("seed: ! 1", A_TAG),
+        ("seed: &a 1", AN_ANCHOR),
+        ("seed: *a", AN_ANCHOR),
         (
-            "seed: !!python/object/apply:os.getcwd []",
-            "config.yaml, line 1, column 7: this is not YAML as it should be: could not determine a constructor",
+            BILLION_LAUGHS,
+            "config.yaml, line 1, column 4: this is not YAML as it should be: expected a plain value, found an anchor or alias",
         ),
         ("seed: 2001-99-99", "config.yaml: this is not YAML as it should be: month must be in 1..12"),
         ("[" * 5000, "nested too deeply"),
@@ -74,12 +89,41 @@ def test_every_spelling_of_a_number_is_one(number):
         ("model: {heads: 3}", "config.yaml: model: width 128 is not divisible by heads 3; change one of them"),
         ("plan: {recompute: 3}", "config.yaml: plan.recompute: expected a policy's name or a list of names, one for each stage, found 3"),
         ("optimizer: {name: sgd, weight_decay: 0.1}", "optimizer.weight_decay means nothing to 'sgd'"),
+        ("seed: null", "config.yaml: seed: expected a valid integer, found None"),
+        (f"seed: 0x{'f' * 5000}", "config.yaml: seed: expected less than 4294967296, found int too long to print"),
+        (f"seed: {'f' * 5000}", "config.yaml: seed: expected a valid integer, found 'fff"),
+        ("optimizer: {warmup_steps: 10000000000}", "optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000"),
+        ("model: {width: 4000000}", "config.yaml: model.width: expected less than or equal to 1000000, found 4000000"),
+        ("model: {depth: 1001}", "config.yaml: model.depth: expected less than or equal to 1000, found 1001"),
+        ("plan: {microbatches: 4000}", "config.yaml: plan.microbatches: expected less than or equal to 1024, found 4000"),
+        ("plan: {extra_in_flight: 65}", "config.yaml: plan.extra_in_flight: expected less than or equal to 64, found 65"),
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: expected 'adam', 'adamw', 'lion' or 'sgd', found 'adamm'"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_its_place(write, text, message):
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write(text))
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.path", "plan.file"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("~nosuchuser/x", "'~nosuchuser/x' begins with a user's home folder that is not known; write the folder out"),
+        ('"a\\0b"', "'a\\x00b' holds a null character, which no path can have; choose another name"),
+        ('""', "expected String should have at least 1 character, found ''"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused(write, key, path, message):
+    section, name = key.split(".")
+    with pytest.raises(InputError) as caught:
+        config_file.load(write(f"{section}: {{{name}: {path}}}"))
+    assert str(caught.value).endswith(f"config.yaml: {key}: {message}")
+
+
+@pytest.mark.parametrize("section", ["run", "data", "train", "model", "plan", "optimizer"])
+def test_an_empty_section_is_its_defaults(write, section):
+    assert config_file.load(write(f"{section}:\n")) == config_file.load(write(""), [f"{section}=null"]) == Config()
 
 
 def test_all_mistakes_are_told_at_once(write):
