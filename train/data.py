@@ -78,12 +78,12 @@ class Windows:
 
 def read_text(path: str | None, validation_fraction: float) -> Text:
     """Read `path` (a file, a folder or a glob; None: the standard library's source) and split it."""
-    names, files = find_files(path)
     source = f"'{path}'" if path is not None else "the standard library's source"
     try:
+        names, files = find_files(path)
         contents = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
     except OSError as error:
-        raise InputError(f"data.path: cannot read '{error.filename}': {error.strerror}; give files that can be read") from error
+        raise InputError(f"data.path: cannot read '{error.filename}': {error.strerror}; give files that can be read") from None
     if len(files) == 1:
         cut = round(contents[0].size * (1 - validation_fraction))
         return Text(contents[0][:cut], contents[0][cut:], source)
@@ -128,13 +128,17 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
     """Every regular file under `root`, hidden ones and symbolic links (loops, doubles) left out."""
     found = {}
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, files in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
         for name in files:
             file = Path(folder, name)
             if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
                 found[file.relative_to(root).as_posix()] = file
     return sorted(found), [found[name] for name in sorted(found)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _match(pattern: str) -> tuple[list[str], list[Path]]:

@@ -1,5 +1,6 @@
 """Text is found, split by file, cut into windows, and batch t is a pure function of (seed, t)."""
 
+import errno
 import itertools
 import os
 import sysconfig
@@ -115,3 +116,20 @@ def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
     path = {"empty folder": str(tmp_path), "device": os.devnull, "no match": str(tmp_path / "*.txt")}[kind]
     with pytest.raises(InputError, match=r"found no regular file at .* so 0 bytes"):
         data.read_text(path, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [("pathlib.Path", "is_dir"), ("pathlib.Path", "read_bytes"), ("os", "scandir")], ids=["look", "read", "list"]
+)
+def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(f"{module}.{function}", refuse)
+    with pytest.raises(InputError, match=rf"data\.path: cannot read '{tmp_path}.*': Permission denied; give files that can be read"):
+        data.read_text(str(tmp_path), 0.5)
+
+
+def test_a_path_too_long_is_refused():
+    with pytest.raises(InputError, match=r"data\.path: cannot read 'a{400}': File name too long; give files that can be read"):
+        data.read_text("a" * 400, 0.5)
