@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.optimizers import lenient
-from train import loop
 from train.config import Config
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog; "
@@ -28,13 +26,6 @@ def tiny(text, tmp_path) -> dict:
         "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
         "optimizer": {"learning_rate": 0.01},
     }
-
-
-@pytest.fixture(autouse=True)
-def lenient_optimizer(monkeypatch):
-    """Only optax may promote dtypes by itself."""
-    make = loop.optimizer
-    monkeypatch.setattr(loop, "optimizer", lambda config, steps: lenient(make(config, steps)))
 
 
 def changed(data: dict, **sections) -> Config:
