@@ -1,9 +1,12 @@
 """The optax optimizer that a config names."""
 
 import jax
+import numpy as np
 import optax
 
 from train.config import OptimizerConfig
+
+_LARGEST = float(np.finfo(np.float32).max)  # settings beyond it diverge all the same, and NumPy would warn of each
 
 
 def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -22,7 +25,7 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
 
 def lr_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """From near 0 up to `learning_rate` over `warmup_steps` updates, then constant or down a cosine to a tenth of it at `steps`."""
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup = min(config.learning_rate, _LARGEST), config.warmup_steps
     if config.lr_schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=0.1)
     else:
@@ -32,7 +35,7 @@ def lr_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _decay(config: OptimizerConfig) -> dict[str, float]:
-    return {} if config.weight_decay is None else {"weight_decay": config.weight_decay}
+    return {} if config.weight_decay is None else {"weight_decay": min(config.weight_decay, _LARGEST)}
 
 
 def _matrices(params: optax.Params) -> optax.Params:
