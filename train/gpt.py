@@ -31,6 +31,13 @@ def loss(logits: Float[Array, "b s v"], labels: Int[Array, "b s"]) -> tuple[Floa
     return nats.sum(), jnp.asarray(labels.size, jnp.float32)
 
 
+def least_bytes(config: ModelConfig, rows: int) -> int:
+    """What training takes at the very least: float32 weights, their gradients, and the attention of one block to `rows` sequences."""
+    weights = config.width * (2 * SYMBOLS + config.seq_len + 12 * config.width * config.depth)
+    attention = rows * config.heads * config.seq_len**2
+    return 2 * 4 * weights + jnp.dtype(config.compute_dtype).itemsize * attention
+
+
 class Embed(nnx.Module):
     """Bytes to vectors: one vector a byte value plus one a position."""
 

@@ -68,6 +68,8 @@ def _given(path: Path) -> Path:
 
 
 def _numbered(parent: Path) -> Path:
+    if parent.exists() and not parent.is_dir():
+        raise InputError(f"run.dir: expected a folder '{parent}' for the runs, found a file; move it away, or choose a folder")
     parent.mkdir(exist_ok=True)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
     for number in count(max(taken, default=0) + 1):

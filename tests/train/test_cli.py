@@ -1,24 +1,34 @@
 """The command line, as a person meets it: exit codes, one clear message for each mistake, no traceback, nothing left behind."""
 
 import contextlib
+import gc
+import io
 import json
 import os
+import pkgutil
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
 import jpipe
-from train import cli
+from train import cli, gpt, run_folder
+from train.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ROOT = Path(__file__).parents[2]
+COMPILATIONS = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: COMPILATIONS.append(event) if "backend_compile" in event else None
+)
 
 
 @pytest.fixture
@@ -35,21 +45,25 @@ def write_config(tmp_path, tiny):
 
 @pytest.fixture
 def refused(write_config, tiny, capsys, monkeypatch):
-    """Run `jpipe train` with overrides; it must be refused, before anything reaches a device. Gives the message."""
+    """Run `jpipe train` with overrides; it must be refused before a program is compiled, an array or the folder made. Gives the message."""
 
-    def init(*_):
+    def device_work(*_):
         raise AssertionError("device work began")
 
-    monkeypatch.setattr(jpipe.Pipeline, "init", init)
+    for method in ("init", "step", "drain", "evaluate"):
+        monkeypatch.setattr(jpipe.Pipeline, method, device_work)
 
     def refused(*overrides: str, **sections) -> str:
+        arrays, compilations = jax.live_arrays(), len(COMPILATIONS)
         code = cli.main(["train", write_config(**sections), *(word for override in overrides for word in ("--set", override))])
         message = capsys.readouterr().err
         assert code == 2
         assert "Traceback" not in message
         assert message.startswith("jpipe: ")
         assert message.count("\n") == 1
-        assert not (Path(tiny["run"]["dir"]) / "plan.json").exists()
+        assert not Path(tiny["run"]["dir"]).exists()
+        assert len(COMPILATIONS) == compilations
+        assert {id(array) for array in jax.live_arrays()} <= {id(array) for array in arrays}
         return message
 
     return refused
@@ -61,8 +75,11 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.scheduler=gpipe", r"tiny.yaml --set plan.scheduler=gpipe: unknown key 'plan.scheduler'; did you mean 'schedule'\?"),
         ("train.steps=many", r"tiny.yaml --set train.steps=many: train.steps: expected a valid integer, found 'many'"),
         ("plan.schedule=gpipee", r"tiny.yaml --set plan.schedule=gpipee: plan.schedule: unknown schedule 'gpipee'; did you mean 'gpipe'\?"),
-        ("plan.num_stages=9", r"expected between 1 and 3 stages \(the number of layers\), found 9"),
-        ("plan.microbatches=1", r"pipedream_2bw.* 2 .*found 1|microbatches"),
+        ("plan.num_stages=9", r"jpipe: plan: expected between 1 and 3 stages \(the number of layers\), found 9"),
+        (
+            "plan.microbatches=1",
+            r"jpipe: plan: the schedule 'pipedream_2bw' needs at least 2 microbatches for 2 stages, found microbatches 1; raise",
+        ),
         ("plan.microbatches=3", r"train.batch_size 4 is not divisible by plan.microbatches 3; change one of them"),
         (
             "plan.recompute=ful",
@@ -74,6 +91,17 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=/dev/null", r"data.path: found no regular file at '/dev/null', so 0 bytes"),
         ("model.seq_len=800", r"data.path: expected at least 3201 bytes for training .* found 3600 and 900"),
+        ("data.path=" + "a" * 400, r"jpipe: data.path: cannot read 'a{400}': File name too long; give files that can be read\n"),
+        ("run.dir=" + "a" * 400, r"jpipe: run.dir: cannot write 'a{400}': File name too long; choose another folder\n"),
+        ("run.dir=~nosuchuser/x", r"run.dir: '~nosuchuser/x' begins with a user's home folder that is not known; write the folder out\n"),
+        ("optimizer.warmup_steps=10000000000", r"optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000\n"),
+        ("model.width=4000000", r"model.width: expected less than or equal to 1000000, found 4000000\n"),
+        (
+            "model.width=900000",
+            r"jpipe: model: expected one that fits in [\d,]+ GB, all the memory of the devices, found one that needs more than 77,764 GB "
+            r"\(weights, their gradients and one block's attention\); lower model.width, depth or seq_len\n",
+        ),
+        ("seed=!!bool foo", r"jpipe: --set seed=!!bool foo, line 1, column 1: .* expected a plain value, found a tag \(!\); put text"),
         ("model.heads=3", r"width 8 is not divisible by heads 3"),
         ("run.dir=/dev/null", r"run.dir: expected a folder, found the file '/dev/null'"),
         ("run.dir=/proc/run", r"run.dir: cannot write '/proc/run': "),
@@ -92,11 +120,36 @@ def test_bad_input_is_refused_with_one_clear_message(refused, override, message)
         ),
         (lambda plan: '{"a": 1}', r"plan.json: .*is this a plan of jpipe\?"),
         (lambda plan: plan.replace('"block_0"', '"embed"'), r"plan.json: layer 'embed' is in stage 0 and again"),
-        (lambda plan: plan.replace('"head"', '"tail"'), r"layer 'head' of the model is in no stage|layer 'tail' is not in the model"),
-        (lambda plan: plan.replace('"embed",', ""), r"layer 'embed' of the model is in no stage"),
-        (lambda plan: plan.replace('"microbatches": 2', '"microbatches": 3'), r"4 .*divisible by 3|divisible by 3 microbatches, found 4"),
+        (lambda plan: plan.replace('"head"', '"tail"'), r"jpipe: \S*/plan.json: layer 'head' of the model is in no stage; add it to one\n"),
+        (
+            lambda plan: plan.replace('"head"', '"head", "tail"'),
+            r"jpipe: \S*/plan.json: layer 'tail' is not in the model; known: block_0, embed, head\n",
+        ),
+        (lambda plan: plan.replace('"embed",', ""), r"jpipe: \S*/plan.json: layer 'embed' of the model is in no stage; add it to one\n"),
+        (
+            lambda plan: plan.replace('"microbatches": 2', '"microbatches": 3'),
+            r"jpipe: \S*/plan.json: expected microbatches that divide train.batch_size 4, found 3; change one of them\n",
+        ),
+        (
+            lambda plan: plan.replace('"replicas": 1', '"replicas": 2'),
+            r"jpipe: \S*/plan.json: replicas above 1 are not supported yet; use 1 replica a stage\n",
+        ),
+        (
+            lambda plan: plan.replace('"placement": null', '"placement": [[0], [100000]]'),
+            r"jpipe: \S*/plan.json: placement names device 100000, but there are 8 local devices \(0 to 7\)\n",
+        ),
     ],
-    ids=["truncated", "foreign", "layer twice", "layer unknown", "layer missing", "batch not divisible"],
+    ids=[
+        "truncated",
+        "foreign",
+        "layer twice",
+        "layer renamed",
+        "layer unknown",
+        "layer missing",
+        "batch not divisible",
+        "replicas",
+        "placement",
+    ],
 )
 def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
     plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
@@ -105,7 +158,7 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 
 
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
-    real = cli_stack()
+    real = gpt.gpt(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
     monkeypatch.setattr("train.gpt.gpt", lambda config: jpipe.LayerStack(stack))
     message = refused()
@@ -114,16 +167,35 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch
     assert "[2, 8]" in message
 
 
-def cli_stack() -> jpipe.LayerStack:
-    from train import gpt
-    from train.config import ModelConfig
+def test_missing_devices_are_refused(refused, monkeypatch):
+    def local_devices():
+        raise RuntimeError("Unknown backend cuda\nmore")
 
-    return gpt.gpt(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    assert refused() == "jpipe: JAX has no devices to use: Unknown backend cuda; see its variable JAX_PLATFORMS\n"
+
+
+def test_a_file_where_the_runs_belong_is_refused(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    message = "jpipe: run.dir: expected a folder 'runs' for the runs, found a file; move it away, or choose a folder\n"
+    assert refused("run.dir=null") == message
+
+
+def test_an_encoding_without_our_signs_is_no_obstacle(write_config, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["train", write_config(train={"steps": 1})]) == 0
+    stdout.flush()
+    lines = stdout.buffer.getvalue().decode("ascii").splitlines()
+    assert lines[0] == "reading the text ?"
+    assert re.match(r"1 steps in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats a byte", lines[-1])
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny, capsys):
     config = write_config(train={"steps": 1})
     assert cli.main(["train", config]) == 0
+    assert COMPILATIONS  # so that `refused` would notice
     before = {file.name: file.read_bytes() for file in Path(tiny["run"]["dir"]).iterdir()}
     assert cli.main(["train", config]) == 2
     assert (
@@ -132,8 +204,9 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny,
     assert {file.name: file.read_bytes() for file in Path(tiny["run"]["dir"]).iterdir()} == before
 
 
-def test_a_loss_that_is_not_finite_exits_with_1(write_config, tiny, capsys):
-    config = write_config(optimizer={"name": "sgd", "learning_rate": 1e30}, train={"steps": 50})
+@pytest.mark.parametrize("learning_rate", [1e30, 1e300])
+def test_a_loss_that_is_not_finite_exits_with_1(write_config, tiny, capsys, learning_rate):
+    config = write_config(optimizer={"name": "sgd", "learning_rate": learning_rate}, train={"steps": 50})
     assert cli.main(["train", config]) == 1
     message = capsys.readouterr().err
     assert re.fullmatch(r"jpipe: step \d+: the (validation )?loss is (nan|inf); .*the steps before are in .*\n", message)
@@ -191,6 +264,111 @@ def test_ctrl_c_ends_cleanly_with_a_readable_folder(write_config, tiny):
     assert steps
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 1_000_000
     jpipe.Plan.from_json((folder / "plan.json").read_text())
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own handler of Ctrl-C, which tests started in the background lack."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # put back
+    signal.signal(signal.SIGINT, before)
+
+
+def press(*_, **__):
+    signal.raise_signal(signal.SIGINT)
+
+
+def press_where_it_is_lost():
+    """Python drops what a callback of its garbage collection raises; JAX has one."""
+    gc.callbacks.append(press_once := lambda *_: gc.callbacks.remove(press_once) or press())
+    gc.collect()
+
+
+def press_where_it_is_changed():
+    """As C code may do."""
+    try:
+        press()
+    except KeyboardInterrupt:
+        raise RuntimeError("something else") from None
+
+
+@pytest.mark.parametrize("way", [press, press_where_it_is_lost, press_where_it_is_changed])
+@pytest.mark.parametrize("moment", ["train.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
+def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
+    real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
+    monkeypatch.setattr(moment, lambda *arguments: (ways and ways.pop()(), real(*arguments))[1])
+    assert cli.main(["train", write_config()]) == 130
+    out, err = capsys.readouterr()
+    assert err == ""
+    folder = Path(tiny["run"]["dir"])
+    began = moment in ("jpipe.Pipeline.init", "jpipe.Pipeline.evaluate")
+    told = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
+    assert out.splitlines()[-1] == told
+    assert out.count("interrupted") == 1
+    assert folder.exists() == began
+
+
+def test_ctrl_c_leaves_no_half_made_folder(write_config, tiny, capsys, monkeypatch, interruptible):
+    real = run_folder.write_atomically
+    monkeypatch.setattr(run_folder, "write_atomically", lambda *arguments: (path_is_config(*arguments) and press(), real(*arguments)))
+    assert cli.main(["train", write_config()]) == 130
+    assert f"interrupted; the steps logged so far are in {tiny['run']['dir']}" in capsys.readouterr().out
+    assert {file.name for file in Path(tiny["run"]["dir"]).iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl"}
+
+
+def path_is_config(path: Path, text: str) -> bool:
+    return path.name == "config.yaml"
+
+
+def test_a_lost_ctrl_c_stops_the_next_step(write_config, tiny, capsys, monkeypatch, interruptible):
+    real, steps = jpipe.Pipeline.step, []
+
+    def step(*arguments):
+        steps.append(len(steps))
+        if steps[-1] == 2:
+            press_where_it_is_lost()
+        return real(*arguments)
+
+    monkeypatch.setattr(jpipe.Pipeline, "step", step)
+    assert cli.main(["train", write_config()]) == 130
+    assert steps == [0, 1, 2]
+    rows = (Path(tiny["run"]["dir"]) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(len(rows)))
+    assert capsys.readouterr().err == ""
+
+
+def test_where_ctrl_c_is_not_ours_it_stays_as_it_is(write_config, capsys):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
+    try:
+        assert cli.main(["train", write_config(), "--set", "seed=x"]) == 2
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cli.main, ["train", write_config(), "--set", "seed=x"]).result() == 2
+
+
+PROGRAM_PRESSING_AT_AN_IMPORT = """
+import builtins, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from train import cli
+real, awaited = builtins.__import__, {sys.argv.pop(1)}
+def press(name, *rest, **more):
+    if name in awaited:
+        awaited.clear()
+        signal.raise_signal(signal.SIGINT)
+    return real(name, *rest, **more)
+builtins.__import__ = press
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("module", ["tyro", "jax", "grain"])
+def test_ctrl_c_during_imports_ends_cleanly(write_config, module):
+    command = [sys.executable, "-c", PROGRAM_PRESSING_AT_AN_IMPORT, module, "train", write_config()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted before the run began\n", "")
 
 
 @pytest.mark.newest

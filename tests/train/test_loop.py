@@ -1,6 +1,7 @@
 """A whole tiny run: what it writes, that it learns, and how it stops."""
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import yaml
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train import config_file, gpt, loop
+from train import config_file, data, gpt, loop
 from train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -53,10 +54,32 @@ def test_every_schedule_logs_every_step(tiny, schedule):
     assert all(0 < row["loss"] < 7 for row in rows)
 
 
-def test_the_last_validation_loss_is_of_the_final_weights(tiny):
-    one, two = (loop.main(changed(tiny, train={"steps": n, "eval_every": 1}, run={"dir": f"{tiny['run']['dir']}{n}"})) for n in (3, 4))
-    assert rows_of(one.folder)[-1]["val_loss"] != rows_of(two.folder)[2]["val_loss"]  # after the third step; before it
-    np.testing.assert_allclose(one.val_loss_before, two.val_loss_before)
+@pytest.mark.parametrize(("schedule", "behind"), [("gpipe", 0), ("pipedream", 0), ("pipedream_2bw", 1)])
+def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, schedule, behind):
+    rows = rows_of(loop.main(changed(tiny, train={"steps": 4, "eval_every": 1}, plan={"schedule": schedule})).folder)
+    versions = validation_losses_after_each_update(changed(tiny, plan={"schedule": schedule}), 4)
+    expected = [versions[max(step - behind, 0)] for step in range(3)] + [versions[4]]
+    np.testing.assert_allclose([row["val_loss"] for row in rows], expected, rtol=1e-6)
+
+
+def validation_losses_after_each_update(config, steps) -> list[float]:
+    """After 0, 1, … `steps` updates: each that of a copy, drained."""
+    plan = loop.make_plan(config.plan, ("embed", "block_0", "head"))
+    pipe = jpipe.Pipeline(gpt.gpt(config.model), plan, gpt.loss, loop.optimizer(config.optimizer, steps))
+    batches = data.load(config)
+    state = pipe.init(jax.random.key(config.seed), batches.train[0])
+    losses = []
+    for step in range(steps + 1):
+        drained = pipe.drain(jax.tree.map(jax.numpy.copy, state))
+        losses.append(loop.mean_loss([pipe.evaluate(drained, batches.validation[i]) for i in range(2)]))
+        state, _ = pipe.step(state, batches.train[step])
+    return losses
+
+
+def test_a_run_of_one_step_tells_both_validation_losses(tiny):
+    summary = loop.main(changed(tiny, train={"steps": 1}))
+    (row,) = rows_of(summary.folder)
+    assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
 
 
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):
@@ -130,6 +153,21 @@ def test_too_few_devices_are_no_obstacle():
     stack = gpt.gpt(config_file.Config().model)
     assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
     assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((3,), (5,)))) == 6
+    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((0,), (100_000,)))) == 256
+
+
+class Gpu:
+    platform = "gpu"
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+def test_the_memory_of_devices_is_that_of_all_of_them():
+    assert 1e8 < loop.memory_of(jax.devices()) < 1e15
+    gpus = [Gpu({"bytes_limit": n}) for n in (2, 5)]
+    assert loop.memory_of([gpus[0], gpus[1], gpus[1]]) == 7
+    assert loop.memory_of([Gpu(None)]) == math.inf
 
 
 def tiny_folder(tiny):
