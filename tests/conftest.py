@@ -6,7 +6,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
-# No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: see `tests.optimizers.lenient`.
+# No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: jpipe allows that to optax alone.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # From here on both packages are imported with every annotation, shapes included, checked at each call.

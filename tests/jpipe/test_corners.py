@@ -1,5 +1,7 @@
 """Corners in which a dtype, a form or a reuse of memory could change the numbers unseen."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,7 +188,7 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
         state, _ = pipe.step(state, batch)
         jax.block_until_ready(state)
         places.append(buffers(state))
-    for before, after in zip(places, places[1:], strict=False):
+    for before, after in itertools.pairwise(places):
         (retired, kept), (_, new) = sorted(before), sorted(after)
         assert after[new] == before[retired]
         assert after[kept] == before[kept]
