@@ -1,17 +1,24 @@
-"""`python -m benchmarks [dispatch] [single-stage] [lowering] [--json FILE]`: run, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] [single-stage] [--json FILE]`: run, print a table, write JSON."""
 
 import argparse
 import json
+import multiprocessing
 import pathlib
 import sys
-
-import jax
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 from benchmarks import dispatch, lowering, single_stage
-from benchmarks.machine import describe
-from jpipe import keep_freed_memory
+from benchmarks.machine import describe, make_cpu_devices
 
-BENCHMARKS = {"dispatch": dispatch.measure, "single-stage": single_stage.measure, "lowering": lowering.measure}
+BENCHMARKS = {"dispatch": dispatch.measure, "lowering": lowering.measure, "single-stage": single_stage.measure}
+
+
+def in_a_process(measure: Callable[[], Any]) -> Any:
+    """The result of `measure` in a fresh process with four CPU devices: its settings and its memory are its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=make_cpu_devices) as pool:
+        return pool.submit(measure).result()
 
 
 def main() -> None:
@@ -24,14 +31,12 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark '{unknown[0]}'; known: {', '.join(BENCHMARKS)}")
-    jax.config.update("jax_num_cpu_devices", 4)
-    keep_freed_memory()  # as `jpipe train` does; also for what it is compared with
-    results = {"machine": describe()}
+    results = {"machine": in_a_process(describe)}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     print(f"{'figure':<62} {'measured':>12} {'goal':>14}")
     for name in options.names or BENCHMARKS:
         print(f"… {name}", file=sys.stderr)
-        rows = BENCHMARKS[name]()
+        rows = in_a_process(BENCHMARKS[name])
         results[name] = rows
         for row in rows:
             print(f"{row['figure']:<62} {row['measured']:>12.4g} {row.get('goal', ''):>14}")

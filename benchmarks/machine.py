@@ -21,6 +21,11 @@ def describe() -> dict[str, Any]:
     }
 
 
+def make_cpu_devices() -> None:
+    """Four, wherever CPUs are the devices."""
+    jax.config.update("jax_num_cpu_devices", 4)
+
+
 def _cpu_model() -> str:
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

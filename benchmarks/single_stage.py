@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe import LayerStack, Pipeline, Plan
+from jpipe import LayerStack, Pipeline, Plan, keep_freed_memory
 from train.config import ModelConfig
 from train.gpt import gpt, loss
 
@@ -19,6 +19,7 @@ MICROBATCHES, ROWS, REPEATS = 8, 4, 15
 
 def measure() -> list[dict[str, Any]]:
     """Throughput and peak memory of the one-stage pipeline over those of the plain step, step by step in turn."""
+    keep_freed_memory()  # as `jpipe train` does; it serves both sides
     stack = gpt(MODEL)
     optimizer = optax.adamw(1e-3)
     tokens = np.random.default_rng(0).integers(0, 256, (MICROBATCHES * ROWS, MODEL.seq_len)).astype(np.int32)
