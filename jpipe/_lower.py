@@ -4,7 +4,7 @@ from collections import deque
 from typing import NamedTuple
 
 from jpipe._plan import Plan
-from jpipe._program import Backward, Evaluate, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, Update
+from jpipe._program import Backward, Evaluate, Forward, ForwardBackward, Instruction, Load, Message, Program, Receive, Release, Send, Update
 from jpipe.schedules import SCHEDULES, Compute
 
 
@@ -151,5 +151,5 @@ def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:
     return loads
 
 
-def _transfer(source: int, to: int, k: int, message: str) -> list[Instruction]:
-    return [Send(source, k, message, to), Receive(to, k, message, source)]  # type: ignore[arg-type]
+def _transfer(source: int, to: int, k: int, message: Message) -> list[Instruction]:
+    return [Send(source, k, message, to), Receive(to, k, message, source)]

@@ -115,19 +115,18 @@ class _Simulation:
             queue = worker.queue
             while worker.position < len(queue):
                 instruction = queue[worker.position]
-                kind = type(instruction)
-                if kind is Send:
-                    if not self._transfer(w, instruction):  # type: ignore[arg-type]
+                if isinstance(instruction, Send):
+                    if not self._transfer(w, instruction):
                         break
-                    waiting.append(instruction.to)  # type: ignore[union-attr]
-                elif kind is Receive:
-                    peer = self.workers[instruction.source]  # type: ignore[union-attr]
+                    waiting.append(instruction.to)
+                elif isinstance(instruction, Receive):
+                    peer = self.workers[instruction.source]
                     head = peer.queue[peer.position] if peer.position < len(peer.queue) else None
-                    if type(head) is Send and head.to == w:
-                        waiting.append(instruction.source)  # type: ignore[union-attr]
+                    if isinstance(head, Send) and head.to == w:
+                        waiting.append(instruction.source)
                     break  # the sender does the transfer, moves both on and wakes this worker
                 else:
-                    _HANDLERS[kind](self, w, worker, instruction)
+                    _HANDLERS[type(instruction)](self, w, worker, instruction)
                     worker.position += 1
                 if worker.memory > worker.peak:
                     worker.peak = worker.memory

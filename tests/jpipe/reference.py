@@ -35,7 +35,7 @@ def train(functions, calls, plan, start, batches) -> Outcome:
     versions, optimizer, state, sums = ([getattr(w, name) for w in start] for name in ("versions", "optimizer", "layer_state", "sums"))
     losses, weights = {}, {}
     for k in range(len(batches) * m):
-        x, labels = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:])[k % m], batches[k // m])  # noqa: B023
+        x, labels = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:])[k % m], batches[k // m])  # noqa: B023 - called at once
         read = [versions[s][version(plan, s, k)] for s in range(d)]
         draw = [(jax.numpy.uint32(k), start[s].key) if f.specs.draw[1] is not None else (None, None) for s, f in enumerate(functions)]
         left = {}

@@ -53,7 +53,7 @@ def test_a_weight_too_large_for_the_gradients_dtype_still_divides():
         )
 
     stack = LayerStack({"a": dense16()})
-    loss = lambda y, labels: (y.astype(jnp.float32).sum() * 60_000, 70_000)  # noqa: E731
+    loss = lambda y, labels: (y.astype(jnp.float32).sum() * 60_000, 70_000)  # noqa: E731 - as a user writes it
     pipe = Pipeline(stack, Plan.even(("a",), 1, "gpipe", 1), loss, optax.sgd(500.0))
     x = np.full((1, 3), 1e-3, np.float32)
     after = train(pipe, [(x, x)]).params["a"]["w"]
