@@ -5,7 +5,7 @@ The names below stand in the order of the data flow: a model and a plan, the pro
 
 from jpipe._costs import LayerCost, Link, StageCost, sum_layer_costs, unit_costs
 from jpipe._errors import InputError, explain, nearest
-from jpipe._grid import Span, Timeline, format_grid, parse_grid, to_ticks
+from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
 from jpipe._lower import lower
@@ -14,6 +14,7 @@ from jpipe._plan import RECOMPUTE, Plan, Stage
 from jpipe._program import Program
 from jpipe._simulate import Prediction, ProgramError, simulate
 from jpipe._state import State, WorkerState
+from jpipe._window import Window, cut_window
 from jpipe.schedules import SCHEDULES, Schedule
 
 __version__ = "0.1.0"
@@ -38,6 +39,10 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "simulate",
     "Span",
     "Timeline",
+    "MemorySample",
+    "MemoryTimeline",
+    "Window",
+    "cut_window",
     "to_ticks",
     "format_grid",
     "parse_grid",

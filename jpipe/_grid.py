@@ -5,7 +5,7 @@ one program; `*` marks the update that follows; `-` goes on with what began to t
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jpipe._errors import InputError
@@ -14,7 +14,10 @@ Op = Literal["F", "B", "FB"]
 
 
 class Span(NamedTuple):
-    """One computation on a worker's row, from `start` to `end` in the unit of the timeline (seconds, or ticks of a grid)."""
+    """One computation on a worker's row, from `start` to `end` in the unit of the timeline (seconds, or ticks of a grid).
+
+    `updates` says that an update follows, `update_time` how long that takes.
+    """
 
     op: Op
     microbatch: int
@@ -22,10 +25,34 @@ class Span(NamedTuple):
     start: float
     end: float
     updates: bool = False
+    update_time: float = 0.0
 
 
 Timeline = tuple[tuple[Span, ...], ...]
 """The spans of each worker, in order."""
+
+
+class MemorySample(NamedTuple):
+    """What one worker holds from `time` (in seconds) on, in bytes.
+
+    `weights` by version; `optimizer` state; `gradients`: the sums of the batch that is being accumulated; `residuals`: kept from
+    forwards for their backwards; `other`: waiting inputs and messages, and layer state.
+    """
+
+    time: float
+    weights: Mapping[int, int]
+    optimizer: int
+    gradients: int
+    residuals: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights.values()) + self.optimizer + self.gradients + self.residuals + self.other
+
+
+MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
+"""The samples of each worker, in order of time: one after each of its computations."""
 
 _CELL = re.compile(r"(FB|F|B)(\d+)\.(\d+)(\*?)")
 
@@ -39,7 +66,7 @@ def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
         for span in spans:
             start = max(round(span.start / tick), free)
             free = max(round(span.end / tick), start + 1)
-            row.append(span._replace(start=start, end=free))
+            row.append(span._replace(start=start, end=free, update_time=0.0))
         rows.append(tuple(row))
     return tuple(rows)
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from jpipe._costs import Link, StageCost, unit_costs
 from jpipe._errors import InputError
-from jpipe._grid import Op, Span, Timeline, format_grid, to_ticks
+from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
 from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, Update
 from jpipe.schedules import SCHEDULES
 
@@ -22,6 +22,7 @@ class Prediction:
 
     Attributes:
         timeline: the spans of each worker, in seconds.
+        memory: what each worker holds, after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the workers' time, up to the last end, in which they do not compute.
         peak_bytes: for each worker the most bytes of arrays alive after any instruction, waiting inputs included.
@@ -31,6 +32,7 @@ class Prediction:
     """
 
     timeline: Timeline
+    memory: MemoryTimeline
     seconds: float
     bubble: float
     peak_bytes: tuple[int, ...]
@@ -88,8 +90,13 @@ class _Worker:
     moved: int = 0
     most_versions: int = 1
     pending: int = 0  # backwards since the last update
+    residuals: int = 0  # microbatches between their forward and their backward
     buffers: dict[tuple[str, int], float] = field(default_factory=dict)  # when each is ready
     spans: list[Span] = field(default_factory=list)
+    samples: list[tuple[float, tuple[int, ...], int, int]] = field(default_factory=list)  # time, versions, residuals, memory
+
+    def sample(self) -> None:
+        self.samples.append((self.clock, tuple(self.versions), self.residuals, self.memory))
 
     def __post_init__(self) -> None:
         self.peak, self.most_versions = self.memory, len(self.versions)
@@ -174,6 +181,7 @@ class _Simulation:
         self._compute(w, worker, "F", i, [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)], cost.forward)
         self._put(w, "residuals", i.microbatch, worker.clock)
         self._put(w, "message" if last else "output", i.microbatch, worker.clock)
+        worker.residuals += 1
         made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
         self._exchange(w, worker, made, cost.inputs + cost.labels)
 
@@ -181,6 +189,7 @@ class _Simulation:
         cost = self.costs[w]
         ready = [self._take(w, "residuals", i.microbatch), self._take(w, "message", i.microbatch)]
         self._compute(w, worker, "B", i, ready, cost.backward)
+        worker.residuals -= 1
         self._exchange(w, worker, cost.gradient, cost.residuals + cost.message)
         self._after_backward(w, worker, i.microbatch)
 
@@ -210,7 +219,8 @@ class _Simulation:
             )
         worker.clock += self.costs[w].update
         worker.busy += self.costs[w].update
-        worker.spans[-1] = worker.spans[-1]._replace(updates=True)
+        worker.spans[-1] = worker.spans[-1]._replace(updates=True, update_time=self.costs[w].update)
+        worker.sample()
 
     def _release(self, w: int, worker: _Worker, i: Release) -> None:
         self._drop_version(w, i.version, i)
@@ -245,6 +255,7 @@ class _Simulation:
         """Count the memory of a computation: what it makes is there before what it uses is gone."""
         worker.peak_running = max(worker.peak_running, worker.memory + made + self.costs[w].temporary)
         worker.memory += made - used
+        worker.sample()
 
     def _after_backward(self, w: int, worker: _Worker, k: int) -> None:
         if w > 0:
@@ -300,6 +311,7 @@ class _Simulation:
         busy = sum(worker.busy for worker in self.workers)
         return Prediction(
             timeline=tuple(tuple(worker.spans) for worker in self.workers),
+            memory=tuple(_memory(worker, cost) for worker, cost in zip(self.workers, self.costs, strict=True)),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(self.workers)) if seconds else 0.0,
             peak_bytes=tuple(worker.peak for worker in self.workers),
@@ -307,6 +319,16 @@ class _Simulation:
             moved_bytes=tuple(worker.moved for worker in self.workers),
             versions_alive=tuple(worker.most_versions for worker in self.workers),
         )
+
+
+def _memory(worker: _Worker, cost: StageCost) -> tuple[MemorySample, ...]:
+    samples = []
+    for time, versions, in_flight, total in worker.samples:
+        weights = dict.fromkeys(sorted(versions), cost.weights)
+        residuals = in_flight * cost.residuals
+        other = total - len(versions) * cost.weights - cost.optimizer - cost.sums - residuals
+        samples.append(MemorySample(time, weights, cost.optimizer, cost.sums, residuals, other))
+    return tuple(samples)
 
 
 _HANDLERS: dict[type, Callable[[_Simulation, int, _Worker, Any], None]] = {

@@ -1,0 +1,77 @@
+"""Some batches of a run, cut out of its timeline where the pipeline is in its stride: step time and bubble, predicted and measured alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpipe._errors import InputError
+from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Window:
+    """From the first forward of one batch at worker 0 to that of a later batch: whole periods of the pipeline.
+
+    Attributes:
+        timeline: the spans of each worker inside, cut off at both ends; in seconds from the beginning of the window.
+        memory: what each worker holds inside, beginning with what it held before.
+        seconds: length.
+        batches: how many batches entered the pipeline.
+        bubble: share of the workers' time in which they neither compute nor update.
+    """
+
+    timeline: Timeline
+    memory: MemoryTimeline
+    seconds: float
+    batches: int
+    bubble: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of one batch."""
+        return self.seconds / self.batches
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes of arrays that each worker holds after a computation."""
+        return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
+
+
+def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
+    """Cut `batches` batches, from batch `first` on, out of a run of at least one batch more.
+
+    Args:
+        timeline: of the run, in seconds, microbatches counted as in the run.
+        memory: of the run; may be empty for each worker.
+        microbatches: m, of one batch.
+        first: the batch whose entry is the beginning.
+        batches: how many batches later the window ends.
+
+    Raises:
+        InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
+    """
+    entries = {span.microbatch: span.start for span in timeline[0] if span.op != "B"}
+    try:
+        begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
+    except KeyError as missing:
+        raise InputError(
+            f"cut_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
+        ) from None
+    rows = tuple(_cut_spans(spans, begin, end) for spans in timeline)
+    busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
+    samples = tuple(_cut_samples(row, begin, end) for row in memory)
+    return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
+
+
+def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
+    kept = []
+    for span in spans:
+        start, stop, updated = (min(max(time, begin), end) - begin for time in (span.start, span.end, span.end + span.update_time))
+        if updated > start:
+            kept.append(span._replace(start=start, end=stop, update_time=updated - stop))
+    return tuple(kept)
+
+
+def _cut_samples(samples: Sequence[MemorySample], begin: float, end: float) -> tuple[MemorySample, ...]:
+    before = [sample for sample in samples if sample.time <= begin][-1:]
+    inside = [sample for sample in samples if begin < sample.time < end]
+    return tuple(sample._replace(time=max(sample.time - begin, 0.0)) for sample in before + inside)
