@@ -1,4 +1,4 @@
-"""Some batches of a run, cut out of its timeline where the pipeline is in its stride: step time and bubble, predicted and measured alike."""
+"""Some batches cut out of a run where the pipeline is in its stride: step time and bubble, predicted and measured alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
