@@ -16,15 +16,20 @@ class StageCost:
     """Cost of one microbatch at one stage; seconds for times, bytes for sizes.
 
     Attributes:
-        forward, backward: time of each (a backward that recomputes includes that forward).
+        forward: time of a forward.
+        backward: time of a backward; where it recomputes, that forward included.
         update: time of one update.
-        inputs: the stage input. `labels`: what the last stage gets besides.
+        inputs: the stage input.
+        labels: what the last stage gets besides; 0 at the others.
         outputs: what the forward sends on.
         residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
         kept_outputs: the part of `outputs` that is among the residuals.
         message: the output gradient that arrives; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves.
-        weights: one version. `optimizer`, `state`, `sums`: optimizer state, layer state, accumulated gradients.
+        weights: one version.
+        optimizer: optimizer state.
+        state: layer state (batch statistics).
+        sums: accumulated gradients.
         temporary: the largest scratch memory of a program.
     """
 
@@ -50,10 +55,13 @@ class LayerCost:
     """Cost of one microbatch at one layer; seconds for times, bytes for sizes.
 
     Attributes:
-        forward, backward: time of each, without recomputation.
+        forward: time of a forward.
+        backward: time of a backward without recomputation.
         outputs: the output, which is also the size of its gradient.
-        weights: the parameters. `optimizer`, `state`: optimizer state, layer state.
-        residuals: what stays from forward to backward, for each recomputation policy (`full` needs no entry).
+        weights: the parameters.
+        optimizer: optimizer state.
+        state: layer state (batch statistics).
+        residuals: what stays from forward to backward, by recomputation policy (`full` needs no entry).
     """
 
     forward: float
@@ -67,19 +75,37 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Link:
-    """Between neighbouring workers: `bandwidth` in bytes a second, `latency` in seconds."""
+    """What joins neighbouring workers; each direction carries one message at a time.
+
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds from the end of sending to the arrival; it does not keep the link busy.
+    """
 
     bandwidth: float = float("inf")
     latency: float = 0.0
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
-    """A forward takes 1, a backward 2, one that recomputes 3; nothing has a size. The costs of timelines and of the total order."""
+    """The costs of timelines and of the total order: a forward takes 1, a backward 2, one that recomputes 3; nothing has a size.
+
+    Returns:
+        One cost for each stage of the plan.
+    """
     return tuple(StageCost(backward=2.0 if stage.recompute == "none" else 3.0) for stage in plan.stages)
 
 
 def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0) -> tuple[StageCost, ...]:
-    """Costs of the plan's stages from those of their layers; `inputs` and `labels` are the bytes of one microbatch of the batch.
+    """Costs of the plan's stages from those of their layers.
+
+    Args:
+        plan: the cut, and the recomputation of each stage.
+        layers: the cost of each layer of the plan, by layer id.
+        inputs: bytes of one microbatch's inputs.
+        labels: bytes of one microbatch's labels.
+
+    Returns:
+        One cost for each stage. Updates take no time and there are no temporaries: layer costs say nothing of them.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.

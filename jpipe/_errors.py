@@ -13,14 +13,32 @@ class InputError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The hint to print after an unknown `word`: the nearest of `choices`, or all of them when none is near."""
+    """The hint to print after an unknown word.
+
+    Args:
+        word: what was found.
+        choices: what is known.
+
+    Returns:
+        A question that names the nearest choice, or, when none is near, the list of all.
+
+    Example:
+        >>> nearest("gpip", ["gpipe", "naive"])
+        "did you mean 'gpipe'?"
+    """
     names = sorted(choices)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
 
 
 def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], where: str) -> InputError:
-    """Turn pydantic's report about `model` data that came from `where` (a file name, say) into one InputError, a line a problem."""
+    """Turn pydantic's report into one `InputError`, a line a problem.
+
+    Args:
+        error: what a validation raised.
+        model: the class whose data was validated; its field names are what an unknown key is compared with.
+        where: where the data came from (a file name, say); every line begins with it.
+    """
     lines = []
     problems = error.errors()
     for problem in problems:

@@ -14,9 +14,16 @@ Op = Literal["F", "B", "FB"]
 
 
 class Span(NamedTuple):
-    """One computation on a worker's row, from `start` to `end` in the unit of the timeline (seconds, or ticks of a grid).
+    """One computation on a worker's row. Times are in the unit of the timeline: seconds, or ticks of a grid.
 
-    `updates` says that an update follows, `update_time` how long that takes.
+    Attributes:
+        op: `F`, a forward; `B`, a backward; `FB`, both in one program.
+        microbatch: which one, counted from 0.
+        version: of the weights that it reads.
+        start: when it begins.
+        end: when it ends.
+        updates: whether an update follows.
+        update_time: how long that update takes.
     """
 
     op: Op
@@ -33,10 +40,15 @@ Timeline = tuple[tuple[Span, ...], ...]
 
 
 class MemorySample(NamedTuple):
-    """What one worker holds from `time` (in seconds) on, in bytes.
+    """What one worker holds from a time on, in bytes.
 
-    `weights` by version; `optimizer` state; `gradients`: the sums of the batch that is being accumulated; `residuals`: kept from
-    forwards for their backwards; `other`: waiting inputs and messages, and layer state.
+    Attributes:
+        time: in seconds.
+        weights: bytes of each version alive, by version.
+        optimizer: optimizer state.
+        gradients: the sums of the batch that is being accumulated.
+        residuals: kept from forwards for their backwards.
+        other: waiting inputs and messages, and layer state.
     """
 
     time: float
@@ -48,6 +60,7 @@ class MemorySample(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all of them."""
         return sum(self.weights.values()) + self.optimizer + self.gradients + self.residuals + self.other
 
 
@@ -58,7 +71,15 @@ _CELL = re.compile(r"(FB|F|B)(\d+)\.(\d+)(\*?)")
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
-    """Round all times to whole ticks; every span gets one tick at least."""
+    """Round all times to whole ticks; every span gets one tick at least.
+
+    Args:
+        timeline: the spans of each worker.
+        tick: length of a tick, in the unit of the timeline.
+
+    Returns:
+        The timeline in ticks. Updates have no length there: a grid marks them with `*`.
+    """
     rows: list[tuple[Span, ...]] = []
     for spans in timeline:
         row: list[Span] = []
@@ -77,6 +98,9 @@ def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, 
     Args:
         timeline: the spans of each worker.
         marked: (worker, note) pairs that are written behind that worker's row, to show where something is wrong.
+
+    Returns:
+        A row of ticks and a row for each worker; `parse_grid` reads it back.
     """
     ticks = int(max((span.end for spans in timeline for span in spans), default=0))
     rows = [[str(tick) for tick in range(ticks)], *(_tokens(spans, ticks) for spans in timeline)]
@@ -94,6 +118,9 @@ def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, 
 
 def parse_grid(text: str) -> Timeline:
     """Read back what `format_grid` wrote (indentation, blank lines and notes behind a row are passed over).
+
+    Returns:
+        The timeline in ticks.
 
     Raises:
         InputError: a row that is not one, with its line number.

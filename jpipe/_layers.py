@@ -56,6 +56,9 @@ class LayerStack:
 
     Initialization and dropout depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
+    Args:
+        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+
     Raises:
         InputError: a layer that is none of the above, no layer at all, or a parameter shared by two layers.
 
@@ -81,17 +84,41 @@ class LayerStack:
         return tuple(self.layers)
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
-        """The key that a layer is initialized with; depends on the key of the run and the layer's id only."""
+        """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.
+
+        Args:
+            layer_id: which layer.
+            key: the random key of the run.
+        """
         return _fold(jax.random.fold_in(key, 0), layer_id)
 
     def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        """(parameters, state) of one layer for an input like `x`; `key` is the key of the run."""
+        """(parameters, state) of one layer.
+
+        Args:
+            layer_id: which layer.
+            key: the random key of the run.
+            x: an input of the layer, or any arrays of its shapes and dtypes.
+        """
         return self.layers[layer_id].init(self.init_key(layer_id, key), x)
 
     def apply(
         self, ids: Sequence[str], params: Tree, state: Tree, x: Tree, *, key: jax.Array | None, microbatch: Any, train: bool
     ) -> tuple[Tree, Tree]:
-        """Run the consecutive layers `ids` on `x`; `params` and `state` are keyed by layer id. Returns (output, new state)."""
+        """Run consecutive layers.
+
+        Args:
+            ids: which layers, in order.
+            params: parameters by layer id.
+            state: layer state by layer id.
+            x: the input of the first of them, for one microbatch.
+            key: the random key of the run; needed in training if a layer draws random numbers.
+            microbatch: counted from the beginning of the run; dropout depends on it.
+            train: False in evaluation: nothing is drawn, batch statistics are used as they are.
+
+        Returns:
+            The output of the last layer, and the new state by layer id.
+        """
         new_state = {}
         for layer_id in ids:
             layer = self.layers[layer_id]
@@ -107,10 +134,14 @@ class LayerStack:
         return any(self.layers[layer_id].stochastic for layer_id in ids)
 
     def specs(self, inputs: Tree) -> dict[str, LayerSpec]:
-        """Shapes of every layer's parameters, state and output for one microbatch of `inputs`; allocates nothing.
+        """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
+
+        Args:
+            inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
 
         Raises:
-            InputError: a layer cannot take the output of the one before (names both, with shapes).
+            InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
+                floating point; its state or its output in evaluation has other shapes than in training.
         """
         found: dict[str, LayerSpec] = {}
         key = key_spec()

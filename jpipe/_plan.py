@@ -26,9 +26,9 @@ class Stage(pydantic.BaseModel):
     """Consecutive layers, by id, that one worker (or several replicas of it) runs.
 
     Attributes:
-        layers: ids of the layers, in order.
-        replicas: number of workers that share the stage.
-        recompute: one of `RECOMPUTE`.
+        layers: ids of the layers, in order; at least one.
+        replicas: number of workers that share the stage, 1 by default.
+        recompute: one of `RECOMPUTE`, "none" by default.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -48,13 +48,16 @@ class Stage(pydantic.BaseModel):
 class Plan(pydantic.BaseModel):
     """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
 
+    Fields are given by keyword and cannot be changed afterwards.
+
     Attributes:
+        format: "jpipe-plan/1", which marks the JSON as a plan.
         schedule: a name of `jpipe.SCHEDULES`.
-        microbatches: m, the number of microbatches between two updates.
-        stages: every layer exactly once, in order, cut anywhere.
-        extra_in_flight: additional microbatches in flight a link (0: n_s = d - s; at most 64), to hide the latency of slow links.
-        vertical_sync: for `pipedream`: every stage reads the version that the first stage read.
-        placement: for each stage the device number of each of its replicas; None: in order.
+        microbatches: m, the number of microbatches between two updates, at least 1.
+        stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
+        extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
+        vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
+        placement: for each stage the number, from 0, of the local device of each of its replicas; None: in order.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
@@ -131,6 +134,13 @@ class Plan(pydantic.BaseModel):
             microbatches: microbatches an update.
             recompute: a policy for all stages, or one for each.
             **fields: the other fields of `Plan`.
+
+        Raises:
+            InputError: more stages than layers, a number of policies that is not that of the stages, or an illegal plan.
+
+        Example:
+            >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
+            ('a', 'b')
         """
         if not 1 <= num_stages <= len(layers):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
@@ -148,7 +158,14 @@ class Plan(pydantic.BaseModel):
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
 
     def check_layers(self, ids: Sequence[str]) -> None:
-        """Raise InputError unless the plan holds exactly the layers `ids`, in this order."""
+        """Refuse a plan for another model.
+
+        Args:
+            ids: the layer ids of the model, in order.
+
+        Raises:
+            InputError: the plan does not hold exactly these layers in this order.
+        """
         missing = [layer_id for layer_id in ids if layer_id not in self.layers]
         unknown = [layer_id for layer_id in self.layers if layer_id not in ids]
         if missing:
@@ -165,7 +182,11 @@ class Plan(pydantic.BaseModel):
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> "Plan":
-        """Read a plan from JSON text; `where` names the source in error messages.
+        """Read a plan from JSON text.
+
+        Args:
+            text: what `to_json` wrote, or a person.
+            where: names the source (a file, say) in error messages.
 
         Raises:
             InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.

@@ -105,7 +105,8 @@ class Program:
         begin: the first batch whose data this program loads.
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
-        instructions: the total order; one worker's program is what is left when the others' are taken out.
+        instructions: the total order of loads, forwards, backwards, sends, receives, updates and releases; one worker's
+            program is what is left when the others' are taken out.
     """
 
     plan: Plan
@@ -116,5 +117,5 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     def worker(self, worker: int) -> Iterator[Instruction]:
-        """The program of one worker."""
+        """The instructions of one worker, counted from 0, in order."""
         return (i for i in self.instructions if i.worker == worker)

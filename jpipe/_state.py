@@ -43,7 +43,7 @@ class WorkerState:
 
     @property
     def latest(self) -> int:
-        """The newest version, which the next update reads."""
+        """The newest version, which the next update starts from."""
         return max(self.versions)
 
 

@@ -14,7 +14,7 @@ class Window:
     Attributes:
         timeline: the spans of each worker inside, cut off at both ends; in seconds from the beginning of the window.
         memory: what each worker holds inside, beginning with what it held before.
-        seconds: length.
+        seconds: length of the window.
         batches: how many batches entered the pipeline.
         bubble: share of the workers' time in which they neither compute nor update.
     """
@@ -27,7 +27,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Time of one batch."""
+        """Seconds a batch."""
         return self.seconds / self.batches
 
     @property

@@ -11,5 +11,6 @@ from jpipe.schedules.pipedream_2bw import PIPEDREAM_2BW
 from jpipe.schedules.pipedream_flush import PIPEDREAM_FLUSH
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType({s.name: s for s in (NAIVE, GPIPE, PIPEDREAM_FLUSH, PIPEDREAM, PIPEDREAM_2BW)})
+"""The schedules by the names that plans use."""
 
 __all__ = ["SCHEDULES", "Compute", "Schedule"]

@@ -32,6 +32,8 @@ class Compute(NamedTuple):
 class Schedule:
     """A pipeline schedule. In all functions s is a stage, k a microbatch, m = `plan.microbatches`, d = `plan.depth`; all count from 0.
 
+    The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`.
+
     Attributes:
         name: what plans call it.
         flushes: whether the pipeline is empty after each batch.
@@ -50,7 +52,14 @@ class Schedule:
     complaint: Callable[[Shape], str]
 
     def order(self, plan: Shape, s: int, start: int, stop: int) -> Iterator[Compute]:
-        """The computations of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline."""
+        """The computations of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+
+        Args:
+            plan: what is run.
+            s: the stage.
+            start: the first batch.
+            stop: one past the last batch.
+        """
         m = plan.microbatches
         ahead = self.in_flight(plan, s)
         if self.flushes:

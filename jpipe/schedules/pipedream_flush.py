@@ -8,7 +8,7 @@
     worker 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0    -    - FB3.0*  -    -     .  .     .  .
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: min(n_s, m) with n_s = d - s.
-Bubble with equal stages: (d - 1) / (m + d - 1). Reference: PipeDream-2BW (ICML 2021), section 3.2, figure 4.
+Bubble with equal stages: (d - 1) / (m + d - 1). Reference: PipeDream-2BW (ICML 2021), section 3.2, figure 3.
 """
 
 from jpipe.schedules._schedule import Schedule, no_complaint, pipeline_in_flight, synchronous_version
