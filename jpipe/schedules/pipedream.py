@@ -11,7 +11,9 @@ Version read at stage s: floor(max(k - (n_s - 1), 0) / m) with n_s = d - s: W_s(
 Versions alive: ceil((n_s - 1) / m) + 1.
 
 With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m): W(t - d + 1), staleness
-d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions. Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4 and 9.
+d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions.
+
+Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4 and 9.
 """
 
 from jpipe.schedules._schedule import Schedule, Shape, delayed_version, delayed_versions_alive, no_complaint, pipeline_in_flight
