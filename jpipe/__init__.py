@@ -4,6 +4,7 @@ The names below stand in the order of the data flow: a model and a plan, the pro
 """
 
 from jpipe._costs import LayerCost, Link, StageCost, sum_layer_costs, unit_costs
+from jpipe._draw import draw_memory, draw_timeline
 from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._host_memory import keep_freed_memory
@@ -43,6 +44,8 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "MemoryTimeline",
     "Window",
     "cut_window",
+    "draw_timeline",
+    "draw_memory",
     "to_ticks",
     "format_grid",
     "parse_grid",
