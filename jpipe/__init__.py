@@ -10,6 +10,7 @@ from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_gri
 from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
 from jpipe._lower import lower
+from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Evaluation, Metrics, Pipeline
 from jpipe._plan import RECOMPUTE, Plan, Stage
 from jpipe._program import Program
@@ -44,6 +45,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "MemoryTimeline",
     "Window",
     "cut_window",
+    "to_perfetto",
     "draw_timeline",
     "draw_memory",
     "to_ticks",
