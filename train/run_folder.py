@@ -51,10 +51,10 @@ class RunFolder:
         self._metrics.close()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader finds all of it or, if the process dies, none of it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) so that a reader finds all of it or, if the process dies, none of it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
+    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     os.replace(unfinished, path)
 
 
