@@ -1,12 +1,18 @@
-"""What the documents show is run: the README's snippets, its grid, and the examples in docstrings."""
+"""What the documents show is run: the snippets of the README and of docs/, what they print, and the examples in docstrings."""
 
 import ast
+import contextlib
+import dataclasses
 import doctest
+import html
 import importlib
+import io
 import pathlib
 import pkgutil
 import re
 import runpy
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -14,6 +20,7 @@ import pytest
 import jpipe
 
 ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 MODULES = sorted(module.name for module in pkgutil.walk_packages(jpipe.__path__, "jpipe."))
 
 
@@ -36,6 +43,71 @@ def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
 def test_a_model_of_ones_own_takes_fifteen_lines():
     lines = ast.unparse(ast.parse(blocks("python")[0])).splitlines()
     assert len([line for line in lines if line and not line.startswith(("import", "from"))]) <= 15
+
+
+SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
+    """All snippets of a page are one script; a text block right below one is what that one prints."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    names = {}
+    for snippet in SNIPPET.finditer(text):
+        code, shown = snippet.groups()
+        line = text[: snippet.start(1)].count("\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(compile("\n" * line + code, page, "exec"), names)
+        assert printed.getvalue() == (shown or ""), f"{page.name}, line {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_output_on_a_page_is_left_unchecked(page):
+    shown = [snippet[2] for snippet in SNIPPET.finditer(page.read_text()) if snippet[2]]
+    assert page.read_text().count("```text\n") == len(shown), "a text block stands alone: put it right below the snippet that prints it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> str:
+    """The page of the API reference, built without a warning."""
+    folder = tmp_path_factory.mktemp("reference")
+    command = [sys.executable, "-W", "error", "-m", "docs.reference", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return (folder / "jpipe.html").read_text()
+
+
+def test_the_reference_has_every_public_name_in_order(reference):
+    names = re.findall(r'<section id="(\w+)">', reference)
+    assert names == jpipe.__all__
+
+
+@pytest.mark.parametrize("name", jpipe.__all__)
+def test_the_reference_tells_what_every_public_name_is(reference, name):
+    section = reference.split(f'<section id="{name}">')[1].split("</section>")[0]
+    told = section.split('<div class="docstring">')[1].split("</div>")[0]
+    assert len(html.unescape(re.sub(r"<[^>]*>", "", told)).split()) >= 4
+    types = "".join(re.findall(r'class="(?:signature|annotation)[^>]*>(.*?)</(?:div|label)>', section, re.DOTALL))
+    assert not re.search(r"jaxlib|typing\b|_program", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
+
+
+@pytest.mark.parametrize("name", [name for name in jpipe.__all__ if isinstance(getattr(jpipe, name), type)])
+def test_the_docstring_of_a_class_names_its_fields(name):
+    described = getattr(jpipe, name)
+    if dataclasses.is_dataclass(described):
+        fields = [field.name for field in dataclasses.fields(described)]
+    else:
+        fields = getattr(described, "model_fields", getattr(described, "_fields", ()))
+    for field in fields:
+        assert re.search(rf"^ +{field}: |`{field}`", described.__doc__, re.MULTILINE), field
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -8,7 +8,7 @@
     worker 2 |    .    . FB0.0 - -    . .    . .    .    . FB1.0*  -  -     .  .     .  .
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: 1.
-Reference: the baseline of PipeDream (SOSP 2019), section 2.2, figure 2.
+Reference: the baseline of PipeDream (SOSP 2019), section 2.1, figure 2.
 """
 
 from jpipe.schedules._schedule import Schedule, refuse_extra_in_flight, synchronous_version
