@@ -133,7 +133,7 @@ class Plan(pydantic.BaseModel):
             schedule: a name of `jpipe.SCHEDULES`.
             microbatches: microbatches an update.
             recompute: a policy for all stages, or one for each.
-            **fields: the other fields of `Plan`.
+            fields: the other fields of `Plan`.
 
         Raises:
             InputError: more stages than layers, a number of policies that is not that of the stages, or an illegal plan.

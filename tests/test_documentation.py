@@ -75,6 +75,13 @@ def test_links_of_a_page_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_the_list_of_public_names_is_complete_and_names_the_right_files():
+    listed = re.findall(r"^- \[`(\w+)`\]\(\.\./(.+?)\): \S", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _ in listed) == sorted(jpipe.__all__)
+    for name, path in listed:
+        assert re.search(rf"^(class |def |){name}\b.*[:=(]", (ROOT / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> str:
     """The page of the API reference, built without a warning."""
