@@ -1,12 +1,23 @@
 """What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
 
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from jpipe import RECOMPUTE, SCHEDULES, nearest
+from train import entry_point, optax_names
 
 
 def _usable_path(path: str) -> str:
@@ -25,6 +36,8 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 MOST_MICROBATCHES = 1024
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Target = Annotated[str, AfterValidator(entry_point.check_form)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 class _Section(BaseModel):
@@ -37,8 +50,33 @@ class RunConfig(_Section):
     dir: FilePath | None = None
 
 
-class DataConfig(_Section):
-    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library."""
+class _OwnCode(_Section):
+    """A section in which a function of the user's own, `target` called with `arguments`, can replace what the other keys describe."""
+
+    target: Target | None = None
+    arguments: Arguments = {}
+
+    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+
+    @model_validator(mode="after")
+    def _nothing_is_said_in_vain(self) -> "_OwnCode":
+        if self.arguments and self.target is None:
+            raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
+        if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
+            raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        said = self.model_fields_set if self.target is not None else set(type(self).model_fields)
+        return {key: value for key, value in write(self).items() if key in said}
+
+
+class DataConfig(_OwnCode):
+    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
+
+    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.own_data`.
+    """
 
     path: FilePath | None = None
     validation_fraction: Fraction = 0.05
@@ -54,8 +92,13 @@ class TrainConfig(_Section):
     eval_batches: Count = 4
 
 
-class ModelConfig(_Section):
-    """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is."""
+class ModelConfig(_OwnCode):
+    """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is.
+
+    With a `target` it is the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that of the text.
+    """
+
+    keeps_meaning: ClassVar[frozenset[str]] = _OwnCode.keeps_meaning | {"seq_len"}
 
     depth: Annotated[int, Field(ge=1, le=1000)] = 4
     width: Annotated[int, Field(ge=1, le=10**6)] = 128
@@ -69,6 +112,10 @@ class ModelConfig(_Section):
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
         return self
+
+
+class LossConfig(_OwnCode):
+    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight)."""
 
 
 class PlanConfig(_Section):
@@ -102,16 +149,39 @@ class PlanConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """The optax optimizer by name; the learning rate rises over `warmup_steps`, then stays or falls to a tenth as a cosine.
+    """An optimizer of optax by its name and arguments, or a `module:function` that returns one; see `train.optimizer`.
 
-    `weight_decay` (matrices only, not biases and norms) is optax's own default when null.
+    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
+    cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` says which parameters decay,
+    by patterns of their paths (null: matrices, not biases and norms).
     """
 
-    name: Literal["adam", "adamw", "lion", "sgd"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    name: str = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    lr_schedule: str = "constant"
+    lr_arguments: Arguments = {}
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    arguments: Arguments = {}
+    decay: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    clip_global_norm: Annotated[float, Field(gt=0)] | None = None
+    inject_hyperparams: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, name: str) -> str:
+        if ":" in name:
+            return entry_point.check_form(name)
+        if name not in optax_names.optimizers():
+            raise ValueError(f"unknown optimizer '{name}'; {nearest(name, optax_names.optimizers())}")
+        return name
+
+    @field_validator("lr_schedule")
+    @classmethod
+    def _known_lr_schedule(cls, name: str) -> str:
+        known = ("constant", "cosine", *optax_names.schedules())
+        if name not in known:
+            raise ValueError(f"unknown learning-rate schedule '{name}'; {nearest(name, known)}")
+        return name
 
 
 class Config(_Section):
@@ -122,6 +192,7 @@ class Config(_Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -139,7 +210,14 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
-    def _decay_has_an_optimizer(self) -> "Config":
-        if self.optimizer.weight_decay is not None and self.optimizer.name in ("adam", "sgd"):
-            raise ValueError(f"optimizer.weight_decay means nothing to '{self.optimizer.name}'; leave it out or choose adamw or lion")
+    def _seq_len_is_for_something(self) -> "Config":
+        if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
+            raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
         return self
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The functions of the user's own that this run calls, by the key that names them."""
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
+        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        return {key: target for key, target in named.items() if target} | own

@@ -12,11 +12,16 @@ from jpipe import InputError, explain, nearest
 from train.config import Config
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False) -> Config:
     """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
 
+    Args:
+        path: the file.
+        overrides: what replaces keys of it.
+        allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
+
     Raises:
-        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value.
+        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -33,9 +38,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         _override(data, override)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
     except pydantic.ValidationError as error:
         raise explain(error, Config, where) from None
+    if config.code and not allow_code:
+        named = ", ".join(f"'{target}' ({key})" for key, target in config.code.items())
+        raise InputError(
+            f"{where}: expected built-in parts only, found code of its own to import and run: {named}; read that code, and if you trust it "
+            "add --allow-code"
+        )
+    return config
 
 
 def to_yaml(config: Config) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jpipe import InputError
+from train import own_data
 from train.config import Config
 
 Batch = tuple[Int32[np.ndarray, "b s"], Int32[np.ndarray, "b s"]]
@@ -34,17 +35,20 @@ class Text:
 class Data:
     """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels)."""
 
-    train: grain.MapDataset[Batch]
-    validation: grain.MapDataset[Batch]
+    train: grain.MapDataset[Batch] | own_data.OwnBatches
+    validation: grain.MapDataset[Batch] | own_data.OwnBatches
     source: str
 
 
 def load(config: Config) -> Data:
-    """Read the text that `config.data` names and batch it as `config` says.
+    """Read the text that `config.data` names and batch it as `config` says, or call what it names instead.
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation.
     """
+    if config.data.target is not None:
+        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
+        return Data(train, validation, config.data.target)
     text = read_text(config.data.path, config.data.validation_fraction)
     seq_len, batch_size = config.model.seq_len, config.train.batch_size
     need = batch_size * seq_len + 1
@@ -55,9 +59,23 @@ def load(config: Config) -> Data:
             f"{text.validation.size} in {text.source}; give more text, raise data.validation_fraction, or lower "
             "train.batch_size or model.seq_len"
         )
-    train = grain.MapDataset.source(Windows(text.train, seq_len)).shuffle(seed=config.seed).repeat()
-    validation = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)  # spread over the files, never by config.seed
-    return Data(train.batch(batch_size, drop_remainder=True), validation.batch(batch_size, drop_remainder=True), text.source)
+    windows = grain.MapDataset.source(Windows(text.train, seq_len)).shuffle(seed=config.seed).repeat()
+    held_out = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)  # spread over the files, never by config.seed
+    return Data(windows.batch(batch_size, drop_remainder=True), held_out.batch(batch_size, drop_remainder=True), text.source)
+
+
+def portion(config: Config) -> tuple[int, str]:
+    """How much a step sees, and of what: tokens of a text, samples of other data."""
+    if config.data.target is None:
+        return config.train.batch_size * config.model.seq_len, "tokens"
+    return config.train.batch_size, "samples"
+
+
+def loss_unit(config: Config) -> str:
+    """What follows a loss in words, if it is known what that is."""
+    if config.loss.target is not None:
+        return ""
+    return " nats a byte" if config.data.target is None else " nats a label"
 
 
 class Windows:

@@ -25,17 +25,10 @@ def gpt(config: ModelConfig) -> jpipe.LayerStack:
     return jpipe.LayerStack({"embed": partial(Embed, config), **blocks, "head": partial(Head, config)})
 
 
-def loss(logits: Float[Array, "b s v"], labels: Int[Array, "b s"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed cross-entropy in nats and the number of bytes it is summed over."""
+def loss(logits: Float[Array, "*b v"], labels: Int[Array, "*b"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The summed cross-entropy in nats and the number of labels (bytes) it is summed over."""
     nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
     return nats.sum(), jnp.asarray(labels.size, jnp.float32)
-
-
-def least_bytes(config: ModelConfig, rows: int) -> int:
-    """What training takes at the very least: float32 weights, their gradients, and the attention of one block to `rows` sequences."""
-    weights = config.width * (2 * SYMBOLS + config.seq_len + 12 * config.width * config.depth)
-    attention = rows * config.heads * config.seq_len**2
-    return 2 * 4 * weights + jnp.dtype(config.compute_dtype).itemsize * attention
 
 
 class Embed(nnx.Module):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: phases, a bar with loss and tokens/s on a terminal, plain lines everywhere else."""
+"""What a person sees of a run: phases, a bar with loss and speed on a terminal, plain lines everywhere else."""
 
 import time
 from collections.abc import Iterator
@@ -9,12 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Reporter:
-    """Tells how a run of `steps` steps of `tokens_per_step` goes."""
+    """Tells how a run of `steps` steps goes, each of `per_step` of what is counted in `unit` (tokens, samples)."""
 
-    def __init__(self, steps: int, tokens_per_step: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, per_step: int, unit: str, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._steps = steps
-        self._tokens_per_step = tokens_per_step
+        self._per_step = per_step
+        self._unit = unit
         self._every = max(1, steps // 20)  # without a bar, about twenty lines a run
         self._began = time.perf_counter()
         self._training_began = self._began
@@ -40,7 +41,7 @@ class Reporter:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Count tokens/s from here, and show the bar until it ends."""
+        """Count the speed from here, and show the bar until it ends."""
         self._training_began = time.perf_counter()
         if self._bar is None:
             yield
@@ -51,8 +52,8 @@ class Reporter:
 
     def step(self, step: int, loss: float, val_loss: float | None) -> None:
         """Step `step` (from 0) is finished."""
-        speed = self._tokens_per_step * (step + 1) / (time.perf_counter() - self._training_began)
-        words = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
+        speed = self._per_step * (step + 1) / (time.perf_counter() - self._training_began)
+        words = f"loss {loss:.3f}  {speed:,.0f} {self._unit}/s"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step + 1, description=words)
             if val_loss is not None:

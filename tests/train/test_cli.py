@@ -98,8 +98,8 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("model.width=4000000", r"model.width: expected less than or equal to 1000000, found 4000000\n"),
         (
             "model.width=900000",
-            r"jpipe: model: expected one that fits in [\d,]+ GB, all the memory of the devices, found one that needs more than 77,764 GB "
-            r"\(weights, their gradients and one block's attention\); lower model.width, depth or seq_len\n",
+            r"jpipe: model: expected one that fits in [\d,]+ GB, all the memory of the devices, found one that needs more than "
+            r"155,\d\d\d GB \(38,\d\d\d GB of weights, their gradients, the optimizer's state\); make it smaller\n",
         ),
         ("seed=!!bool foo", r"jpipe: --set seed=!!bool foo, line 1, column 1: .* expected a plain value, found a tag \(!\); put text"),
         ("model.heads=3", r"width 8 is not divisible by heads 3"),
@@ -188,7 +188,7 @@ def test_an_encoding_without_our_signs_is_no_obstacle(write_config, monkeypatch)
     assert cli.main(["train", write_config(train={"steps": 1})]) == 0
     stdout.flush()
     lines = stdout.buffer.getvalue().decode("ascii").splitlines()
-    assert lines[0] == "reading the text ?"
+    assert lines[0] == "reading the data ?"
     assert re.match(r"1 steps in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats a byte", lines[-1])
 
 

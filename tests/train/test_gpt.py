@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.optimizers import lenient
 from train import gpt
-from train.config import ModelConfig, OptimizerConfig
-from train.optimizer import lr_schedule, optimizer
+from train.config import ModelConfig
 
 
 def logits_of(config: ModelConfig, tokens: jax.Array) -> jax.Array:
@@ -59,29 +57,3 @@ def test_loss_is_a_sum_of_nats_and_a_count():
     total, weight = gpt.loss(logits, jnp.full((2, 3), 7, jnp.int32))
     assert weight == 6
     np.testing.assert_allclose(total, 5 * np.log(256), rtol=1e-6)
-
-
-def test_the_learning_rate_warms_up_and_falls():
-    config = OptimizerConfig(learning_rate=1.0, lr_schedule="cosine", warmup_steps=4)
-    with jax.numpy_dtype_promotion("standard"):
-        rates = [float(lr_schedule(config, 14)(step)) for step in range(15)]
-    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    np.testing.assert_allclose([rates[9], rates[14]], [0.55, 0.1], rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_weights_decay_but_not_biases(name):
-    rule = lenient(optimizer(OptimizerConfig(name=name, learning_rate=1.0, weight_decay=0.5), 10))
-    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.5)
-    np.testing.assert_allclose(updates["bias"], 0)
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_each_optimizer_goes_downhill(name):
-    rule = lenient(optimizer(OptimizerConfig(name=name, learning_rate=0.1), 10))
-    params = {"kernel": jnp.ones((2, 2))}
-    updates, _ = rule.update(params, rule.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.1, rtol=1e-4)

@@ -10,7 +10,8 @@ import yaml
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train import config_file, data, gpt, loop
+from train import build, config_file, data, gpt, loop
+from train.optimizer import optimizer
 from train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -64,9 +65,10 @@ def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, s
 
 def validation_losses_after_each_update(config, steps) -> list[float]:
     """After 0, 1, … `steps` updates: each that of a copy, drained."""
-    plan = loop.make_plan(config.plan, ("embed", "block_0", "head"))
-    pipe = jpipe.Pipeline(gpt.gpt(config.model), plan, gpt.loss, loop.optimizer(config.optimizer, steps))
-    batches = data.load(config)
+    plan = build.make_plan(config.plan, ("embed", "block_0", "head"))
+    stack, batches = gpt.gpt(config.model), data.load(config)
+    params = {layer_id: layer.params for layer_id, layer in stack.specs(batches.train[0][0]).items()}
+    pipe = jpipe.Pipeline(stack, plan, gpt.loss, optimizer(config.optimizer, steps, params))
     state = pipe.init(jax.random.key(config.seed), batches.train[0])
     losses = []
     for step in range(steps + 1):
@@ -88,7 +90,7 @@ def test_log_every_leaves_out_what_was_not_evaluated(tiny):
 
 
 def test_a_row_can_be_read_while_the_run_goes_on(tiny):
-    plan = loop.make_plan(changed(tiny).plan, ("embed", "block_0", "head"))
+    plan = build.make_plan(changed(tiny).plan, ("embed", "block_0", "head"))
     with RunFolder(changed(tiny), plan) as folder:
         folder.log({"step": 0, "loss": 5.5})
         assert rows_of(folder.path) == [{"step": 0, "loss": 5.5}]
@@ -107,9 +109,9 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     lines = capsys.readouterr().out.splitlines()
     phases, steps = lines[:5], lines[5:-1]
     assert [line.split(":")[0] for line in phases] == [
-        "reading the text …",
-        "reading the text",
-        "text",
+        "reading the data …",
+        "reading the data",
+        "data",
         "compiling 2 stages …",
         "compiling 2 stages",
     ]
@@ -149,11 +151,11 @@ def test_dropout_and_bfloat16_run(tiny):
 
 
 def test_too_few_devices_are_no_obstacle():
-    loop.force_cpu_devices(1000)  # JAX runs already, with eight: stages would share them
+    build.force_cpu_devices(1000)  # JAX runs already, with eight: stages would share them
     stack = gpt.gpt(config_file.Config().model)
-    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
-    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((3,), (5,)))) == 6
-    assert loop.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((0,), (100_000,)))) == 256
+    assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
+    assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((3,), (5,)))) == 6
+    assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((0,), (100_000,)))) == 100_001
 
 
 class Gpu:
@@ -164,10 +166,10 @@ class Gpu:
 
 
 def test_the_memory_of_devices_is_that_of_all_of_them():
-    assert 1e8 < loop.memory_of(jax.devices()) < 1e15
+    assert 1e8 < build.memory_of(jax.devices()) < 1e15
     gpus = [Gpu({"bytes_limit": n}) for n in (2, 5)]
-    assert loop.memory_of([gpus[0], gpus[1], gpus[1]]) == 7
-    assert loop.memory_of([Gpu(None)]) == math.inf
+    assert build.memory_of([gpus[0], gpus[1], gpus[1]]) == 7
+    assert build.memory_of([Gpu(None)]) == math.inf
 
 
 def tiny_folder(tiny):

@@ -1,0 +1,148 @@
+"""From a config to a pipeline and its batches: plan, model, data, optimizer, each checked before a device works."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jpipe
+from train import data, model
+from train.config import MOST_MICROBATCHES, Config, PlanConfig
+from train.optimizer import optimizer
+from train.progress import Reporter
+
+
+def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+    """What `config` describes. Nothing has run on a device, but JAX knows how many devices it needs.
+
+    Raises:
+        jpipe.InputError: something in the config does not fit.
+    """
+    with plan_file_named(config.plan.file):
+        force_cpu_devices(config.plan.num_stages)  # already here: code of the user's own may start JAX when it is imported
+        stack, loss = model.layers(config.model), model.loss(config.loss)
+        plan = make_plan(config.plan, stack.ids)
+        force_cpu_devices(devices_of(plan))
+        check_microbatches(plan, config.train.batch_size)
+        plan.check_layers(stack.ids)
+        with reporter.phase("reading the data"):
+            batches = data.load(config)
+        batch = batches.train[0]
+        microbatch = jax.tree.map(lambda rows: rows[: config.train.batch_size // plan.microbatches], batch[0])
+        params = {layer_id: layer.params for layer_id, layer in stack.specs(microbatch).items()}
+        rule = optimizer(config.optimizer, config.train.steps, params)
+        clip = config.optimizer.clip_global_norm
+        options: dict[str, Any] = {} if clip is None else {"clip_global_norm": clip}
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
+        pipe.check(batch)
+        check_memory(params, rule, devices_that_start(pipe))
+    return pipe, batches
+
+
+def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
+    """The plan in `config.file`, or even stages.
+
+    Raises:
+        jpipe.InputError: a file that cannot be read or is no plan; keys that make no legal plan.
+    """
+    if config.file is None:
+        return jpipe.Plan.even(
+            layer_ids,
+            config.num_stages,
+            config.schedule,
+            config.microbatches,
+            recompute=config.recompute,
+            extra_in_flight=config.extra_in_flight,
+            vertical_sync=config.vertical_sync,
+        )
+    try:
+        text = Path(config.file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise jpipe.InputError(f"plan.file: cannot read '{config.file}': {error.strerror}; give a plan's JSON file, or null") from None
+    except UnicodeDecodeError:
+        raise jpipe.InputError(f"plan.file: expected a plan as JSON in '{config.file}', found text that is not UTF-8") from None
+    return jpipe.Plan.from_json(text, where=config.file)
+
+
+@contextlib.contextmanager
+def plan_file_named(file: str | None) -> Iterator[None]:
+    """Errors about the plan inside name the file that it comes from, if any."""
+    try:
+        yield
+    except jpipe.InputError as error:
+        if file is None or not str(error).startswith("plan: "):
+            raise
+        raise jpipe.InputError(str(error).replace("plan: ", f"{file}: ", 1)) from None
+
+
+def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
+    """Refuse a plan (from a file, say) whose microbatches do not divide the batch, or are too many to be meant."""
+    if batch_size % plan.microbatches:
+        raise jpipe.InputError(
+            f"plan: expected microbatches that divide train.batch_size {batch_size}, found {plan.microbatches}; change one of them"
+        )
+    if plan.microbatches > MOST_MICROBATCHES:
+        raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
+    """The device of each stage.
+
+    Raises:
+        jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan's placement names one that is not there.
+    """
+    try:
+        return pipe.devices
+    except RuntimeError as error:
+        raise jpipe.InputError(f"JAX has no devices to use: {str(error).splitlines()[0]}; see its variable JAX_PLATFORMS") from None
+
+
+def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, devices: Sequence[jax.Device]) -> None:
+    """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
+
+    Args:
+        specs: shapes and dtypes of the parameters, by layer id.
+        rule: the optimizer.
+        devices: where the stages run.
+    """
+    weights, have = bytes_of(specs), memory_of(devices)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        need = 2 * weights + bytes_of(jax.eval_shape(rule.init, specs))
+    if need > have:
+        raise jpipe.InputError(
+            f"model: expected one that fits in {have / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "
+            f"{need / 1e9:,.0f} GB ({weights / 1e9:,.0f} GB of weights, their gradients, the optimizer's state); make it smaller"
+        )
+
+
+def bytes_of(specs: Any) -> int:
+    """Bytes of all arrays of a tree, given their shapes and dtypes."""
+    return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
+
+
+def memory_of(devices: Sequence[Any]) -> float:
+    """Bytes of memory of these devices together; infinite where that is not known."""
+    if devices[0].platform == "cpu":
+        try:
+            return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        except (AttributeError, ValueError, OSError):  # not on every system
+            return math.inf
+    return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
+
+
+def devices_of(plan: jpipe.Plan) -> int:
+    """How many local devices the plan asks for."""
+    return plan.depth if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+
+
+def force_cpu_devices(count: int) -> None:
+    """Where CPUs are the devices, make at least `count`, within reason. It changes nothing on a GPU, nor where JAX runs already."""
+    count = min(count, 256)  # far more would take minutes and gigabytes; what is missing then, the pipeline tells
+    if jax.config.values["jax_num_cpu_devices"] < count:
+        with contextlib.suppress(RuntimeError):  # JAX runs already (a notebook, a test): stages share what devices there are
+            jax.config.update("jax_num_cpu_devices", count)

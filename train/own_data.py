@@ -1,0 +1,62 @@
+"""Batches from a function of the user's own: what it has to return, and how a mistake in it is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe import InputError
+from train import entry_point
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class OwnBatches:
+    """`batches[t]`, every mistake in making one told in a line that begins with `name`."""
+
+    batches: Any
+    name: str
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        with entry_point.told(f"data.target: {self.name}[{index}] fails"):
+            batch = self.batches[index]
+        expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
+        for leaf in jax.tree.leaves(batch):
+            if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+                raise InputError(f"data.target: {expected}, found in it {type(leaf).__name__}; use np.asarray")
+            if len(leaf) != self.batch_size:
+                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; mend it, or train.batch_size")
+        return batch
+
+
+def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+    """(train, validation) from `target(seed, batch_size, **arguments)`.
+
+    `train[t]` is batch t, for any t, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the same in
+    every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
+
+    Raises:
+        InputError: the target is not there, fails, or returns something else.
+    """
+    found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
+    if not isinstance(found, Sequence) or len(found) != 2:
+        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
+    for name, batches in zip(("train", "validation"), found, strict=True):
+        if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
+            raise InputError(
+                f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
+                "return a list, or an object with __getitem__ (and for validation __len__)"
+            )
+    train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    if len(validation) == 0:
+        raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
+    return train, validation
