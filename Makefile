@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check format bench docs clean
+.PHONY: help train test test-newest test-all check format bench docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -44,6 +44,9 @@ bench: .venv/ready ## Measure speed; prints a table and writes JSON
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
 	@$(VENV)/python -m docs.reference build/docs
+
+pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
+	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
 	rm -rf .venv .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

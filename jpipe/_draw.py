@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#1A1A1A", "#E6E6E6"
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
-_INSIDE = 7.0  # points, the size of what is written inside the panels
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.66, 0.5  # inches: of a figure, and of its margins
+_INSIDE = 6.5  # points, the size of what is written inside the panels
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of a figure, and of its margins
 
 
 def draw_timeline(
@@ -82,7 +82,7 @@ def draw_memory(
     """
     lengths = _lengths("draw_memory", memories, seconds)
     workers = max(len(memory) for memory in memories.values())
-    figure, panels = _figure([min(max(8.0 / workers, 0.7), 2.4)] * workers, len(memories), title, gap=0.14, sharey=True)
+    figure, panels = _figure([min(max(8.0 / workers, 0.7), 1.6)] * workers, len(memories), title, gap=0.14, sharey=True)
     scale, unit = _time_unit(max(lengths.values()), unit)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
     for column, (name, memory) in enumerate(memories.items()):
@@ -140,7 +140,7 @@ def _turn(span: Span) -> float:
 
 def _mark(span: Span, points: float) -> float:
     """How much of the end of a span its update covers, so that it can be seen if it takes no time."""
-    seen = min(2 / points, (span.end - span.start) / 4)
+    seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
 
@@ -151,7 +151,7 @@ def _room(span: Span, points: float) -> tuple[float, float]:
 
 def _fits(label: str, room: tuple[float, float], points: float) -> bool:
     width = _INSIDE * sum(0.32 if letter == "." else 0.64 for letter in label)
-    return (room[1] - room[0]) * points >= width + 1.5
+    return (room[1] - room[0]) * points >= width + 1.4
 
 
 def _last_end(timeline: Timeline) -> float:
@@ -181,7 +181,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
     axes.annotate(
-        f"peak {_bytes(peak)}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
+        f"peak {_bytes(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
         ha="right", va="bottom", size=_INSIDE,
     )  # fmt: skip
 
@@ -245,5 +245,6 @@ def _legend(figure: "matplotlib.figure.Figure", entries: Mapping[str, list[str]]
     patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
     figure.legend(
         handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper right", ncols=len(entries), frameon=False, fontsize=8, borderaxespad=0.3,
+        loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.32 / figure.get_figheight()), borderpad=0, borderaxespad=0,
+        ncols=len(entries), frameon=False, fontsize=8,
     )  # fmt: skip

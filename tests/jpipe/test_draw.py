@@ -1,0 +1,202 @@
+"""Pictures: every box and area stands where the data says, labels stay inside their boxes, files are the same each time."""
+
+import io
+import itertools
+import subprocess
+import sys
+
+import matplotlib.colors
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import MemorySample, Span
+
+FORWARD, BACKWARD, UPDATE, IDLE = "#0072b2", "#f0a830", "#1a1a1a", "#e6e6e6"
+
+
+def predict(schedule: str, depth: int = 4, microbatches: int = 4, batches: int = 3, **costs: float) -> jpipe.Prediction:
+    plan = jpipe.Plan.even([f"layer_{i}" for i in range(depth)], depth, schedule, microbatches)
+    return jpipe.simulate(jpipe.lower(plan, batches), [jpipe.StageCost(**costs)] * depth)
+
+
+def boxes(axes, colour: str) -> list[list[tuple[float, float]]]:
+    """(left, right) of all boxes of a colour, for each row from the top, without empty ones."""
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for collection in axes.collections:
+        if matplotlib.colors.to_hex(collection.get_facecolor()[0]) == colour:
+            for path in collection.get_paths():
+                (left, top), (right, bottom) = path.vertices.min(0), path.vertices.max(0)
+                assert int(top) == int(bottom)
+                row = rows.setdefault(int(top), [])
+                if right > left:
+                    row.append((left, right))
+    return [rows[w] for w in sorted(rows)]
+
+
+def drawn(figure) -> None:
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_each_computation_is_a_box_of_its_colour_at_its_place_and_a_fused_one_is_cut_at_a_third():
+    prediction = predict("pipedream_2bw", update=0.5)
+    (axes,) = jpipe.draw_timeline({"predicted": prediction.timeline}).axes
+    expected: dict[str, list] = {colour: [[] for _ in prediction.timeline] for colour in (FORWARD, BACKWARD, UPDATE)}
+    for w, spans in enumerate(prediction.timeline):
+        for span in spans:
+            turn = {"F": span.end, "B": span.start, "FB": span.start + 1}[span.op]  # a forward takes 1, a backward 2
+            expected[FORWARD][w] += [(span.start, turn)] if turn > span.start else []
+            expected[BACKWARD][w] += [(turn, span.end)] if span.end > turn else []
+            expected[UPDATE][w] += [(span.end, span.end + 0.5)] if span.updates else []
+    for colour, rows in expected.items():
+        for found, wanted in zip(boxes(axes, colour), rows, strict=True):
+            np.testing.assert_allclose(found, wanted)
+    assert boxes(axes, IDLE) == [[(0, prediction.seconds)]] * 4
+    assert axes.yaxis_inverted()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1", "worker 2", "worker 3"]
+
+
+def test_an_update_that_takes_no_time_is_a_mark_at_the_end_of_its_span():
+    spans = (Span("F", 0, 0, 0.0, 1.0), Span("B", 0, 0, 1.0, 3.0, True), Span("F", 1, 1, 3.0, 4.0))
+    (axes,) = jpipe.draw_timeline({"measured": (spans,)}).axes
+    (((left, right),),) = boxes(axes, UPDATE)
+    assert 2.5 <= left < right == 3.0
+
+
+def test_panels_share_the_axis_and_are_headed_by_length_and_bubble():
+    fast, slow = predict("pipedream_2bw"), predict("gpipe")
+    figure = jpipe.draw_timeline({"predicted": fast.timeline, "measured": slow.timeline}, unit="forwards", title="Two")
+    headings = [axes.get_title(loc="left") for axes in figure.axes]
+    assert headings == [f"predicted: 45 forwards, bubble {fast.bubble:.1%}", f"measured: 63 forwards, bubble {slow.bubble:.1%}"]
+    assert [axes.get_xlim() for axes in figure.axes] == [(0, 63), (0, 63)]
+    assert [boxes(axes, IDLE)[0] for axes in figure.axes] == [[(0, 45)], [(0, 63)]]
+    assert "Two" in [text.get_text() for text in figure.texts]
+
+
+def test_a_window_is_as_long_as_it_was_cut():
+    prediction = predict("gpipe")
+    window = jpipe.cut_window(prediction.timeline, prediction.memory, 4, 0, 1)
+    cut_short = tuple(spans[:-1] for spans in window.timeline)
+    figure = jpipe.draw_timeline({"window": cut_short}, seconds=window.seconds, unit="forwards")
+    busy = sum(span.end - span.start for spans in cut_short for span in spans)
+    assert figure.axes[0].get_title(loc="left") == f"window: 21 forwards, bubble {1 - busy / (21 * 4):.1%}"
+
+
+@pytest.mark.parametrize(("forward", "label"), [(2.0, "time (s)"), (2e-3, "time (ms)"), (2e-6, "time (µs)")])
+def test_seconds_are_written_in_a_unit_of_their_size(forward, label):
+    timeline = ((Span("F", 0, 0, 0.0, forward),),)
+    figure = jpipe.draw_timeline({"measured": timeline})
+    drawn(figure)
+    assert figure.axes[0].get_xlabel().startswith(label)
+    assert figure.axes[0].get_title(loc="left").startswith("measured: 2 ")
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()][-1] == "2"
+
+
+@pytest.mark.parametrize("schedule", sorted(jpipe.SCHEDULES))
+@pytest.mark.parametrize(("depth", "microbatches", "batches"), [(1, 1, 1), (2, 4, 2), (4, 4, 3), (4, 8, 2), (16, 32, 2)])
+def test_labels_stand_inside_their_box_and_never_on_each_other(schedule, depth, microbatches, batches):
+    timeline = predict(schedule, depth, microbatches, batches).timeline
+    figure = jpipe.draw_timeline({"a": timeline, "b": timeline}, title=schedule)
+    drawn(figure)
+    for axes in figure.axes:
+        rows = dict(enumerate(zip(boxes(axes, FORWARD), boxes(axes, BACKWARD), strict=True)))
+        by_row: dict[int, list] = {}
+        for text in axes.texts:
+            extent = text.get_window_extent().transformed(axes.transData.inverted())
+            row = int(text.get_position()[1])
+            assert any(left <= extent.x0 and extent.x1 <= right for left, right in itertools.chain(*rows[row])), text
+            by_row.setdefault(row, []).append((extent.x0, extent.x1))
+        for extents in by_row.values():
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(sorted(extents)))
+
+
+def test_labels_name_microbatch_and_version_where_there_is_room_for_all_and_nothing_where_there_is_none():
+    def labels(batches: int) -> list[str]:
+        (axes,) = jpipe.draw_timeline({"": predict("pipedream_2bw", 2, 4, batches).timeline}).axes
+        return [text.get_text() for text in axes.texts if int(text.get_position()[1]) == 0]
+
+    spans = predict("pipedream_2bw", 2, 4, 3).timeline[0]
+    assert labels(3) == [f"{span.microbatch}.{span.version}" for span in spans]
+    middle = labels(6)
+    assert {"0", "23"} <= set(middle)
+    assert not any("." in label for label in middle)
+    assert labels(60) == []
+
+
+def sample(time: float, weights: dict[int, int], residuals: int = 0, other: int = 0) -> MemorySample:
+    return MemorySample(time, weights, 5_000_000, 1_000_000, residuals, other)
+
+
+def test_memory_is_stacked_in_steps_a_shade_a_version():
+    samples = (
+        sample(0.0, {0: 2_000_000}),
+        sample(1.0, {0: 2_000_000, 1: 2_000_000}, residuals=3_000_000),
+        sample(2.0, {1: 2_000_000}, other=500_000),
+    )
+    (axes,) = jpipe.draw_memory({"measured": (samples,)}, seconds=4.0).axes
+
+    def stack_at(time: float) -> list[tuple[str, float]]:
+        found = []
+        for collection in axes.collections:
+            path = collection.get_paths()[0]
+            inside = [y for y in np.arange(0.25e6, 14e6, 0.5e6) if path.contains_point((time, y))]
+            if inside:
+                found.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
+        return found
+
+    zero, one = "#08519c", "#6baed6"
+    kept = [("#009e73", 5), ("#f0a830", 1)]
+    assert stack_at(0.9) == [(zero, 2), *kept]
+    assert stack_at(1.5) == [(zero, 2), (one, 2), *kept, ("#cc79a7", 3)]
+    assert stack_at(3.9) == [(one, 2), *kept, ("#8c8c8c", 0.5)]
+    assert [text.get_text() for text in axes.texts] == ["peak 13 MB"]
+
+
+def test_memory_has_a_row_a_worker_a_column_an_entry_and_one_scale():
+    memory = ((sample(0.0, {0: 2_000}),), (sample(0.0, {0: 3_000_000_000}),))
+    figure = jpipe.draw_memory({"predicted": memory, "measured": memory}, seconds={"predicted": 1.0, "measured": 2.0})
+    drawn(figure)
+    assert len(figure.axes) == 4
+    assert len({(axes.get_xlim(), axes.get_ylim()) for axes in figure.axes}) == 1
+    assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == ["predicted", "measured"]
+    assert [axes.get_ylabel() for axes in figure.axes[::2]] == ["worker 0", "worker 1"]
+    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["peak 6 MB"] * 2 + ["peak 3.01 GB"] * 2
+    assert all(axes.get_ylim()[1] > sample(0.0, {0: 3_000_000_000}).total for axes in figure.axes)
+
+
+def test_the_same_data_gives_the_same_file():
+    prediction = predict("pipedream")
+
+    def files() -> list[bytes]:
+        figures = jpipe.draw_timeline({"a": prediction.timeline}), jpipe.draw_memory({"a": prediction.memory}, seconds=prediction.seconds)
+        images = [io.BytesIO() for _ in figures]
+        for figure, image in zip(figures, images, strict=True):
+            figure.savefig(image, format="png")
+        return [image.getvalue() for image in images]
+
+    assert files() == files()
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: jpipe.draw_timeline({}), "draw_timeline: expected one entry or more, each of one worker or more, found none; give some"),
+        (lambda: jpipe.draw_timeline({"measured": ()}), r"of one worker or more, found \['measured'\]; give some"),
+        (lambda: jpipe.draw_timeline({"measured": ((), ())}), "expected a length above 0 for 'measured', found 0.0; check its spans"),
+        (lambda: jpipe.draw_memory({}, seconds=1.0), "draw_memory: expected one entry or more"),
+        (lambda: jpipe.draw_memory({"a": ((),)}, seconds={"b": 1.0}), "draw_memory: expected a length above 0 for 'a', found 0.0"),
+        (lambda: jpipe.draw_memory({"a": ((),)}, seconds=float("inf")), "expected a length above 0 for 'a', found inf"),
+    ],
+)
+def test_nothing_to_draw_is_refused(draw, message):
+    with pytest.raises(jpipe.InputError, match=message):
+        draw()
+
+
+def test_workers_without_spans_or_samples_are_empty_rows():
+    drawn(jpipe.draw_timeline({"measured": ((), (Span("F", 0, 0, 0.0, 1.0),))}))
+    drawn(jpipe.draw_memory({"measured": ((), (sample(0.0, {}),))}, seconds=1.0))
+
+
+def test_importing_the_library_does_not_import_matplotlib():
+    subprocess.run([sys.executable, "-c", "import jpipe, sys; assert 'matplotlib' not in sys.modules"], check=True)
