@@ -1,0 +1,233 @@
+"""What a run leaves to look at: the numbers in the pictures, a page that is whole and safe, and a browser that shows it."""
+
+import base64
+import math
+import re
+from html.parser import HTMLParser
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import jpipe
+from tests.train import browser
+from train import loss_curve
+from train.report import Comparison, Report, compare, write_report
+
+HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
+STEPS = 300
+
+
+def rows_of(steps=STEPS) -> list[dict]:
+    rows = [{"step": step, "loss": 2 + 3.5 * math.exp(-step / 14) + 0.05 * math.sin(7 * step)} for step in range(steps)]
+    for row in rows[::50]:
+        row["val_loss"] = row["loss"] + 0.1
+    return rows
+
+
+def window(slower: float = 1.0, memory: bool = True) -> jpipe.Window:
+    """Three batches of a pipeline of three stages that is `slower` than its costs say."""
+    plan = jpipe.Plan.even("abc", num_stages=3, schedule="pipedream_2bw", microbatches=3)
+    cost = {"weights": 12_000_000, "sums": 12_000_000, "residuals": 5_000_000, "optimizer": 24_000_000}
+    costs = [jpipe.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3
+    run = jpipe.simulate(jpipe.lower(plan, batches=6), costs)
+    return jpipe.cut_window(run.timeline, run.memory if memory else ((), (), ()), 3, first=2, batches=3)
+
+
+def report(**parts) -> Report:
+    facts = {"schedule": "pipedream_2bw, 3 stages", "text": "the standard library"}
+    return Report(**({"title": "A run", "facts": facts, "rows": rows_of(), "predicted": window(), "measured": window(1.1)} | parts))
+
+
+class Page(HTMLParser):
+    """The tags of a page in order, with their attributes, and its text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags, self.text = [], ""
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with everything in it."""
+    path = tmp_path_factory.mktemp("run")
+    write_report(path, report())
+    return path
+
+
+def written(path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+@pytest.mark.newest
+def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
+    assert written(folder) == {"loss.png", "timeline.png", "memory.png", "trace.json", "report.html"}
+    page = Page(folder / "report.html")
+    images = [image["src"].removeprefix("data:image/png;base64,") for image in page.all("img")]
+    assert [base64.b64decode(data) for data in images] == [(folder / f"{name}.png").read_bytes() for name in ("loss", "timeline", "memory")]
+    assert (folder / "trace.json").read_text() == jpipe.to_perfetto({"predicted": window().timeline, "measured": window(1.1).timeline})
+
+
+def test_the_page_says_what_was_found(folder):
+    text = Page(folder / "report.html").text
+    losses = [row["val_loss"] for row in rows_of() if "val_loss" in row]
+    result = f"validation loss, nats a byte{losses[0]:.3f} → {losses[-1]:.3f}"
+    for words in ("A run", "pipedream_2bw, 3 stages", "the standard library", result):
+        assert words in text
+    for row in compare(window(), window(1.1)):
+        assert "".join(row) in text  # the cells of a line of the table
+
+
+def test_nothing_in_the_page_leads_outside(folder):
+    page = Page(folder / "report.html")
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "a", "iframe", "object", "embed", "form", "base"}
+    assert all(image["src"].startswith("data:image/png;base64,") for image in page.all("img"))
+    assert [
+        name for _, attributes in page.tags for name in attributes if name in ("href", "srcset", "style") or name.startswith("on")
+    ] == []
+    assert not re.search(r"url\(|@import|https?:", re.sub(r"base64,[^\"]*", "", page.source))
+    (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_pictures_have_words_and_tables_have_headers(folder):
+    page = Page(folder / "report.html")
+    for image, words in zip(page.all("img"), ("from 5.6 to 2.09", "worker", "Peaks: worker 0"), strict=True):
+        assert words in image["alt"]
+    assert [header["scope"] for header in page.all("th")].count("col") == 4
+    assert len(page.all("tr")) == 2 + 1 + len(compare(window(), window(1.1)))
+    assert all("scope" in header for header in page.all("th"))
+    assert page.all("html") == [{"lang": "en"}]
+
+
+def test_no_word_from_outside_becomes_markup(tmp_path, folder):
+    write_report(tmp_path, report(title=HOSTILE, facts={HOSTILE: HOSTILE}, unit="<b>$x"))
+    page, usual = Page(tmp_path / "report.html"), Page(folder / "report.html")
+    assert {tag for tag, _ in page.tags} == {tag for tag, _ in usual.tags}
+    assert {name for _, names in page.tags for name in names} == {name for _, names in usual.tags for name in names}
+    assert page.text.count(HOSTILE.replace("\udcff", "?")) == 4  # the title, twice; a fact and its name
+    assert "validation loss, <b>$x" in page.text
+
+
+def test_what_is_missing_is_said(tmp_path):
+    write_report(tmp_path, report(rows=[], predicted=None, measured=None))
+    assert written(tmp_path) == {"report.html"}
+    text = Page(tmp_path / "report.html").text
+    for words in ("there is no curve", "nothing to compare", "there is no timeline", "there is no picture of their memory"):
+        assert words in text
+
+
+def test_a_prediction_alone_is_shown_as_one(tmp_path):
+    write_report(tmp_path, report(measured=None, predicted=window(memory=False)))
+    assert written(tmp_path) == {"loss.png", "timeline.png", "trace.json", "report.html"}
+    text = Page(tmp_path / "report.html").text
+    assert "This is the prediction alone: the run was not traced." in text
+    assert "there is no picture of their memory" in text
+    assert "bubble, predicted" in text
+
+
+def test_a_comparison_is_of_what_both_know():
+    predicted = jpipe.Window(((),), ((jpipe.MemorySample(0.0, {0: 1500}, 0, 0, 0, 0),), ()), seconds=0.5, batches=4, bubble=0.2)
+    measured = jpipe.Window(((),), ((jpipe.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25)
+    step, bubble, peak = compare(predicted, measured)  # nothing is known of the second worker's memory
+    assert step == Comparison("time of a step", "125 ms", "250 ms", "2.00")
+    assert bubble == Comparison("bubble (idle share)", "20.0%", "25.0%", "1.25")
+    assert peak == Comparison("peak memory, worker 0", "1.5 kB", "1.8 kB", "1.20")
+    assert compare(None, measured)[0] == Comparison("time of a step", "–", "250 ms", "–")
+    assert compare(predicted, None)[2] == Comparison("peak memory, worker 0", "1.5 kB", "–", "–")
+
+
+# The loss curve --------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(rows) -> dict[str, list[tuple[float, float]]]:
+    """What is drawn, by its name in the legend."""
+    (axes,) = loss_curve.draw_losses(rows, "nats").axes
+    return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines}
+
+
+def test_every_loss_is_drawn_and_the_mean_is_a_mean():
+    rows = rows_of()
+    lines = lines_of(rows)
+    assert lines["each batch"] == [(row["step"], row["loss"]) for row in rows]
+    assert lines["validation"] == [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    losses = [row["loss"] for row in rows]
+    width = len(losses) // 40 // 2
+    for i in (0, 1, 2, 150, 298, 299):
+        near = losses[i - min(i, width) : i + min(i, width) + 1]
+        assert lines["running mean"][i] == (i, pytest.approx(np.mean(near), rel=1e-12))
+
+
+def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path):
+    rows = rows_of()
+    rows[7]["loss"], rows[8]["loss"], rows[50]["val_loss"] = math.nan, math.inf, -math.inf
+    lines = lines_of(rows)
+    assert [step for step, _ in lines["each batch"]] == [step for step in range(STEPS) if step not in (7, 8)]
+    assert [step for step, _ in lines["validation"]] == [0, 100, 150, 200, 250]
+    write_report(tmp_path, report(rows=rows, predicted=None, measured=None))
+    assert "2 training losses were not finite and are left out." in Page(tmp_path / "report.html").text
+
+
+@pytest.mark.parametrize("rows", [[{"step": 3, "loss": 1.5}], [{"step": 3, "loss": 1.5, "val_loss": 2.0}], rows_of(20)], ids=len)
+def test_a_short_run_has_a_curve_too(tmp_path, rows):
+    lines = lines_of(rows)
+    assert lines["each batch"] == [(row["step"], row["loss"]) for row in rows]
+    assert "running mean" not in lines
+    write_report(tmp_path, report(rows=rows, predicted=None, measured=None))
+    assert written(tmp_path) == {"loss.png", "report.html"}
+
+
+def test_a_run_of_hundreds_of_thousands_of_steps_is_thinned_and_no_peak_is_lost():
+    rows = [{"step": step, "loss": 2.0 + step % 7} for step in range(300_000)]
+    rows[123_456]["loss"], rows[200_001]["loss"] = 50.0, 0.5
+    lines = lines_of(rows)
+    assert len(lines["each batch"]) <= 2001
+    assert {(123_456, 50.0), (200_001, 0.5), (299_999, rows[-1]["loss"])} <= set(lines["each batch"])
+    assert len(lines["running mean"]) <= 2001
+
+
+# In a browser ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_browser_shows_the_page(folder):
+    seen = browser.inspect(folder / "report.html", width=390)
+    assert len(seen["images"]) == 3
+    assert all(loaded and pixels > 500 for loaded, pixels in seen["images"])
+    for words in ("A run", "Predicted against measured", "Timeline", "Memory", "peak memory, worker 2", "pipedream_2bw, 3 stages"):
+        assert words in seen["text"]
+    assert seen["needs_width"] <= 390  # a phone: only the wide pictures scroll, each by itself
+    assert [name for name in seen["requests"] if not name.startswith("data:")] == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_paints_the_page(folder, tmp_path, dark):
+    browser.screenshot(folder / "report.html", tmp_path / "page.png", dark=dark)
+    pixels = matplotlib.image.imread(tmp_path / "page.png")[:, :, :3]
+    paper = pixels[0, 0]
+    assert (paper.mean() < 0.2) == dark
+    assert (np.abs(pixels - paper).max(axis=2) > 0.1).mean() > 0.05
+    if not dark:  # the blue of the forwards
+        assert (np.abs(pixels - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.02).sum() > 1000
+
+
+def test_the_page_could_not_reach_the_network_if_it_tried(folder, tmp_path):
+    page = (folder / "report.html").read_text()
+    with browser.listener() as (address, requests):
+        tries = f'<img src="{address}/image"><link rel="stylesheet" href="{address}/style"><script src="{address}/script"></script></main>'
+        (tmp_path / "tries.html").write_text(page.replace("</main>", tries))
+        browser.inspect(tmp_path / "tries.html")
+        assert requests == []
+        (tmp_path / "open.html").write_text(f"<main>{tries}")  # without the policy it would
+        browser.inspect(tmp_path / "open.html")
+        assert sorted(requests) == ["/image", "/script", "/style"]

@@ -1,0 +1,92 @@
+"""The picture of a run's losses."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # the colour-blind tell them apart
+_MOST_POINTS = 2000  # more than that no picture shows
+
+
+def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
+    """Draw the training losses, lightly, with their running mean, and the validation losses as points.
+
+    Losses that are not finite are left out; of very many the highest and the lowest of each stretch are drawn.
+
+    Args:
+        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
+        unit: of the losses.
+
+    Returns:
+        The figure; `figure.savefig(path)` needs no screen.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+
+    figure = Figure(figsize=(5.8, 3.5), dpi=220, layout="constrained")
+    axes = figure.subplots()
+    steps, losses = finite(rows, "loss")
+    strong, name = losses, "each batch"
+    if len(losses) >= 80:  # of fewer, a mean would smooth nothing
+        shown = extremes(losses, _MOST_POINTS // 2)
+        axes.plot(steps[shown], losses[shown], color=_BATCH, linewidth=0.9, label="each batch")
+        strong, name = running_mean(losses, len(losses) // 40), "running mean"
+    shown = extremes(strong, _MOST_POINTS // 2)
+    if len(losses):
+        axes.plot(steps[shown], strong[shown], color=_MEAN, linewidth=1.8, marker="o" if len(losses) == 1 else "", label=name)
+    held_out, values = finite(rows, "val_loss")
+    if len(values):
+        shown = extremes(values, 40)
+        axes.plot(
+            held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
+        )
+        place, words = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
+        axes.annotate(words, place, (0, 9), textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold")
+    every = np.concatenate([losses, values])
+    if len(every) and every.min() > 0 and every.max() > 30 * every.min():  # it would be a flat line
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step", fontsize=10)
+    axes.set_ylabel(f"loss ({unit})", fontsize=10, parse_math=False)
+    axes.tick_params(labelsize=9.5, length=3, color="#888888")
+    axes.grid(color="#EBEBEB", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#888888")
+    if len(every):
+        axes.legend(frameon=False, fontsize=9.5, loc="upper right")
+    return figure
+
+
+def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+    """The steps that have a finite value of this name, and the values."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row and np.isfinite(row[name])]
+    return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
+
+
+def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
+    """The mean of about `width` values around each: fewer at the beginning, where a loss falls fast, those before it at the end."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    half = np.minimum(places, width // 2)
+    first, last = places - half, np.minimum(places + half + 1, len(values))
+    return np.asarray((sums[last] - sums[first]) / (last - first))
+
+
+def extremes(values: Float64[np.ndarray, " n"], stretches: int) -> Int64[np.ndarray, " m"]:
+    """Places of the values to draw: all, or the lowest and the highest of each stretch, and the last."""
+    places = np.arange(len(values))
+    if len(values) <= 2 * stretches:
+        return places
+    kept = {len(values) - 1}
+    for stretch in np.array_split(places, stretches):
+        kept |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+    return np.array(sorted(kept), np.int64)

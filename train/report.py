@@ -1,0 +1,240 @@
+"""What a run leaves to look at: loss.png, timeline.png, memory.png, trace.json for Perfetto, and report.html, which needs no other file."""
+
+import base64
+import html
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, NamedTuple
+
+import jpipe
+from train import loss_curve
+from train.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_PAGE = Path(__file__).with_name("report_page.html")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a run.
+
+    Attributes:
+        title: of the page.
+        facts: what ran, in words (`{"schedule": "pipedream_2bw", …}`), in order.
+        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
+        predicted: batches of the run as simulated.
+        measured: the same batches as traced.
+        unit: of the losses.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    rows: Sequence[Mapping[str, int | float]]
+    predicted: jpipe.Window | None = None
+    measured: jpipe.Window | None = None
+    unit: str = "nats a byte"
+
+    @property
+    def windows(self) -> dict[str, jpipe.Window]:
+        """Those that there are, by name."""
+        both = {"predicted": self.predicted, "measured": self.measured}
+        return {name: window for name, window in both.items() if window is not None}
+
+
+class Comparison(NamedTuple):
+    """One quantity, predicted and measured, in words; `ratio` is measured / predicted. What is not known is `–`."""
+
+    quantity: str
+    predicted: str
+    measured: str
+    ratio: str
+
+
+def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> list[Comparison]:
+    """Step time, bubble and the peak memory of each worker, side by side."""
+    windows = predicted, measured
+    workers = max((len(window.memory) for window in windows if window), default=0)
+    rows = [
+        _comparison("time of a step", _time, [None if window is None else window.step_seconds for window in windows]),
+        _comparison("bubble (idle share)", _share, [None if window is None else window.bubble for window in windows]),
+    ]
+    for w in range(workers):
+        peaks = [window.peak_bytes[w] if window and len(window.memory) > w and window.memory[w] else None for window in windows]
+        if any(peaks):
+            rows.append(_comparison(f"peak memory, worker {w}", _bytes, peaks))
+    return rows
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write the pictures, the trace and the page into a folder that is there, each file whole or not at all.
+
+    Of a run without losses there is no `loss.png`, of one without windows no `timeline.png`, `memory.png` or `trace.json`:
+    the page says so.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    timelines = {name: window.timeline for name, window in report.windows.items() if any(window.timeline)}
+    memories = {name: window.memory for name, window in report.windows.items() if any(window.memory)}
+    seconds = {name: window.seconds for name, window in report.windows.items()}
+    pictures: dict[str, bytes] = {}
+    if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
+        pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
+    if timelines:
+        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds))
+        write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
+    if memories:
+        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds))
+    for name, picture in pictures.items():
+        write_atomically(folder / f"{name}.png", picture)
+    write_atomically(folder / "report.html", _page(report, pictures))
+
+
+# The page: everything that comes from outside passes through `_escape`. ------------------------------------------------------
+
+
+def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
+    parts = {
+        "title": _escape(report.title),
+        "results": _results(report),
+        "facts": _table("facts", [], report.facts.items()),
+        "loss": _loss(report, pictures.get("loss")),
+        "comparison": _comparison_table(report),
+        "timeline": _timeline(report, pictures.get("timeline")),
+        "memory": _memory(report, pictures.get("memory")),
+    }
+    return Template(_PAGE.read_text(encoding="utf-8")).substitute(parts)
+
+
+def _results(report: Report) -> str:
+    results: dict[str, str] = {}
+    for name, words in (("val_loss", "validation loss"), ("loss", "training loss")):
+        values = loss_curve.finite(report.rows, name)[1]
+        if len(values) and not results:
+            results[f"{words}, {report.unit}"] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+    for kind, window in list(report.windows.items())[-1:]:  # what was measured, or else the prediction
+        results[f"time of a step, {kind}"] = _time(window.step_seconds)
+        results[f"bubble, {kind}"] = _share(window.bubble)
+        if any(window.memory):
+            results[f"peak memory, {kind}"] = _bytes(max(window.peak_bytes))
+    boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
+    return f'<dl class="results">{boxes}</dl>' if boxes else ""
+
+
+def _loss(report: Report, picture: bytes | None) -> str:
+    steps, losses = loss_curve.finite(report.rows, "loss")
+    values = loss_curve.finite(report.rows, "val_loss")[1]
+    missing = sum("loss" in row for row in report.rows) - len(losses)
+    note = f" {missing} training losses were not finite and are left out." if missing else ""
+    if picture is None:
+        return _note(f"No step of this run has a finite loss, so there is no curve.{note}")
+    alt = "Losses over the steps."
+    if len(losses):
+        alt += f" Training: from {losses[0]:.3g} at step {steps[0]} to {losses[-1]:.3g} {report.unit} at step {steps[-1]}."
+    if len(values):
+        alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
+    how = "The thin line is the loss of each batch, the strong one its running mean"
+    how += "; the points are of text that the model does not learn from." if len(values) else "; nothing was evaluated on other text."
+    return _figure(picture, "small", alt, f"{how}{note}")
+
+
+def _comparison_table(report: Report) -> str:
+    if not report.windows:
+        return _note("No batches of this run were simulated or traced, so there is nothing to compare.")
+    table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured))
+    return table + _note(
+        "The prediction comes from the simulator; a ratio (measured / predicted) of 1 means that it was right. "
+        + " ".join(f"{name.capitalize()}: {window.batches} batches." for name, window in report.windows.items())
+    )
+
+
+def _timeline(report: Report, picture: bytes | None) -> str:
+    if picture is None:
+        return _note("No batches of this run were simulated or traced, so there is no timeline.")
+    how = (
+        "A row is a worker and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
+        "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
+    )
+    return _figure(picture, "wide", f"What each worker did, over time: {_which(report)}.", f"{_only(report)}{how}")
+
+
+def _memory(report: Report, picture: bytes | None) -> str:
+    if picture is None:
+        return _note("What the workers held was neither predicted nor measured, so there is no picture of their memory.")
+    how = "Each panel is what one worker holds over time, by kind and on top of each other; the dashed line marks its peak."
+    peaks = "; ".join(f"worker {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
+                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
+    return _figure(picture, "wide", f"What each worker held in memory, over time. Peaks: {peaks}.", f"{_only(report)}{how}")
+
+
+def _which(report: Report) -> str:
+    return " and ".join(f"{name}, with a bubble of {_share(window.bubble)}" for name, window in report.windows.items())
+
+
+def _only(report: Report) -> str:
+    if report.measured is None:
+        return "This is the prediction alone: the run was not traced. "
+    return "This was measured; there is no prediction. " if report.predicted is None else ""
+
+
+def _figure(picture: bytes, size: str, alt: str, caption: str) -> str:
+    # What is wide scrolls on a phone; a keyboard can scroll it too.
+    data = base64.b64encode(picture).decode()
+    image = f'<img src="data:image/png;base64,{data}" alt="{_escape(alt)}">'
+    scrolls = f' tabindex="0" role="region" aria-label="{_escape(alt)}"' if size == "wide" else ""
+    return f'<figure><div class="picture {size}"{scrolls}>{image}</div><figcaption>{_escape(caption)}</figcaption></figure>'
+
+
+def _table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    columns = "".join(f'<th scope="col">{_escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{_escape(first)}</th>{"".join(f"<td>{_escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows
+    )
+    top = f"<thead><tr>{columns}</tr></thead>" if head else ""
+    return f'<table class="{kind}">{top}<tbody>{lines}</tbody></table>'
+
+
+def _note(words: str) -> str:
+    return f'<p class="note">{_escape(words)}</p>'
+
+
+def _escape(words: str) -> str:
+    # A path may hold bytes that are no UTF-8; Python keeps them as surrogates, which no file can be written with.
+    return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
+
+
+# Numbers in words ------------------------------------------------------------------------------------------------------------
+
+
+def _comparison(quantity: str, words: Callable[[int | float], str], values: Sequence[int | float | None]) -> Comparison:
+    predicted, measured = values
+    first, second = ("–" if value is None else words(value) for value in values)
+    return Comparison(quantity, first, second, "–" if not predicted or measured is None else f"{measured / predicted:.2f}")
+
+
+def _time(seconds: int | float) -> str:
+    return _scaled(seconds, {1.0: "s", 1e-3: "ms", 1e-6: "µs"})
+
+
+def _bytes(size: int | float) -> str:
+    return _scaled(size, {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"})
+
+
+def _share(part: int | float) -> str:
+    return f"{part:.1%}"
+
+
+def _scaled(value: int | float, units: Mapping[float, str]) -> str:
+    factor = next((factor for factor in units if abs(value) >= factor), list(units)[-1])
+    return f"{value / factor:.3g} {units[factor]}"
+
+
+def _png(figure: "matplotlib.figure.Figure") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
