@@ -1,0 +1,198 @@
+"""`jpipe simulate`: what it prints agrees with the library and with sizes counted by hand; every mistake is one message, exit code 2."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+import jpipe
+from train import cli
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture
+def config(tmp_path, tiny) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    return str(path)
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    """Write a plan and give its path."""
+
+    def write(schedule: str = "gpipe", num_stages: int = 4, microbatches: int = 4, name: str = "plan.json", **fields) -> str:
+        plan = jpipe.Plan.even([f"layer_{i}" for i in range(9)], num_stages, schedule, microbatches, **fields)
+        (tmp_path / name).write_text(plan.to_json())
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def simulated(capsys, monkeypatch):
+    """Run `jpipe simulate`, which must succeed without running the model or keeping an array; gives what it prints."""
+
+    def device_work(*_):
+        raise AssertionError("device work began")
+
+    for method in ("init", "step", "drain", "evaluate"):
+        monkeypatch.setattr(jpipe.Pipeline, method, device_work)
+
+    def simulated(*arguments: str) -> str:
+        arrays = jax.live_arrays()
+        assert cli.main(["simulate", *arguments]) == 0
+        assert {id(array) for array in jax.live_arrays()} <= {id(array) for array in arrays}
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return printed.out
+
+    return simulated
+
+
+def table(printed: str) -> dict[str, list[str]]:
+    """The columns below their heads; two spaces or more stand between cells."""
+    lines = printed.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("worker  layers"))
+    head, *rows = [re.split(r"\s{2,}", line) for line in lines[first : lines.index("", first)]]
+    return {name: list(column) for name, column in zip(head, zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("name", ["plan.json", "a-plan-by-another-name.txt"])
+def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan_file, name):
+    path = plan_file("gpipe", name=name)
+    printed = simulated(path)
+    prediction = jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(Path(path).read_text()), 3))
+    assert prediction.grid() in printed
+    assert "gpipe: 4 stages, 4 microbatches a batch, 3 batches\ntimes in units of one forward" in printed
+    # A batch takes m + d - 1 = 7 slots of 3, of which 4 are busy.
+    assert "bubble: 42.9% of these 3 batches, 42.9% in steady state, where a batch takes 21 units" in printed
+    assert "sizes and memory need a config" in printed
+    assert table(printed) == {
+        "worker": ["0", "1", "2", "3"],
+        "layers": ["layer_0 layer_1 layer_2", "layer_3 layer_4", "layer_5 layer_6", "layer_7 layer_8"],
+        "recompute": ["none"] * 4,
+        "in flight": ["4"] * 4,
+        "versions": ["1"] * 4,
+    }
+
+
+def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_has_no_bubble(simulated, plan_file):
+    printed = simulated(plan_file("pipedream", microbatches=1), "--batches", "2")
+    assert "1 microbatches a batch, 2 batches" in printed
+    assert table(printed)["versions"] == ["4", "3", "2", "1"]  # more than two batches can show
+    assert table(printed)["in flight"] == ["4", "3", "2", "1"]
+    assert "0.0% in steady state, where a batch takes 3 units" in printed
+    assert "B1.0*" in printed
+    assert "B2." not in printed
+
+
+def test_recomputation_is_said_and_counted(simulated, plan_file):
+    printed = simulated(plan_file("pipedream_2bw", recompute=["full", "none", "none", "none"]))
+    assert "a backward takes 2; one that recomputes 3" in printed
+    assert "where a batch takes 16 units" in printed  # the slowest stage: four times 1 + 3
+    assert table(printed)["recompute"] == ["full", "none", "none", "none"]
+
+
+def test_many_layers_are_named_by_the_first_and_the_last(simulated, plan_file):
+    assert table(simulated(plan_file(num_stages=1)))["layers"] == ["layer_0 … layer_8 (9)"]
+
+
+def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config, tiny):
+    printed = simulated(config)
+    columns = table(printed)
+    assert "pipedream_2bw: 2 stages, 2 microbatches a batch, 3 batches" in printed
+    assert columns["layers"] == ["embed block_0", "head"]
+    assert columns["versions"] == ["2", "2"]
+    # Between the stages flow 4 sequences of 8 vectors of 8 float32 a batch: 1024 bytes, and as many back.
+    assert columns["sends a batch"] == ["1.0 kB", "1.0 kB"]
+    # At most: two versions, two moments and a count for each layer, sums, what is in flight. The head's weights: a norm and 8 × 256.
+    weights = 4 * (2 * 8 + 8 * 256)
+    peak = float(columns["peak memory"][1].removesuffix(" kB")) * 1000
+    assert 5 * weights < peak < 6 * weights
+    assert not Path(tiny["run"]["dir"]).exists()
+
+
+def test_overrides_reach_the_config(simulated, config):
+    assert simulated(config, "--set", "plan.schedule=gpipe", "--set", "plan.microbatches=4").startswith("gpipe: 2 stages, 4 microbatches")
+
+
+def test_pictures_are_written_whole_and_named(simulated, config, plan_file, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    assert f"picture: {pictures}/plan.png\n" in simulated(plan_file(), "--png", f"{pictures}/plan.png")
+    printed = simulated(config, "--png", f"{pictures}/config.png")
+    assert f"pictures: {pictures}/config.png and {pictures}/config-memory.png\n" in printed
+    files = {path.name: path.read_bytes() for path in pictures.iterdir()}
+    assert files.keys() == {"plan.png", "config.png", "config-memory.png"}
+    assert all(content.startswith(b"\x89PNG") and content.endswith(b"IEND\xaeB`\x82") for content in files.values())
+
+
+@pytest.mark.parametrize("columns", [12, 40, 80])
+def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_file, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    whole, printed = jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(Path(plan_file()).read_text()), 3)).grid(), simulated(plan_file())
+    lines = [line for line in printed.splitlines() if line.startswith(("tick", "worker ")) and "|" in line]
+    assert all(full.startswith(line) for line, full in zip(lines, whole.splitlines(), strict=True))
+    ticks = len(lines[0].split("|")[1].split())
+    assert f"… the first {ticks} of 63 ticks; --png draws them all" in printed
+    assert {len(line.split("|")[1].split()) for line in lines} == {ticks}
+    assert max(map(len, lines)) <= max(columns, len("worker 0 |    0"))
+    following = whole.splitlines()[0].split("|")[1].split()[ticks]
+    assert len(lines[0]) + 2 + len(following) > columns
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("plan.json", ["--set", "train.steps=1"], r"--set train.steps=1: expected a config, found the plan '.*plan.json'; edit the plan"),
+        ("plan.json", ["--batches", "0"], r"--batches: expected 1 or more, found 0"),
+        ("plan.json", ["--batches", "1000000"], r"at most 500,000 forwards, found 4 stages × 4 microbatches × 1000000 batches; use"),
+        ("plan.json", ["--png", "plan.jpg"], r"--png: expected a name that ends in .png, found 'plan.jpg'"),
+        ("plan.json", ["--png", "/nowhere/plan.png"], r"--png: cannot write '/nowhere/plan.png': No such file or directory; choose"),
+        ("plan.json", ["--png", "folder.png"], r"--png: expected a file to write, found the folder 'folder.png'; choose another name"),
+        ("missing.yaml", [], r"missing.yaml: cannot read the config: No such file or directory; give a YAML file"),
+        ("missing.json", [], r"missing.json: cannot read it: No such file or directory; give a plan's JSON file or a config's YAML file"),
+        ("half.json", [], r"half.json: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+"),
+        ("half.txt", [], r"half.txt: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+"),
+        ("empty.json", [], r"empty.json: expected a plan as JSON, found text that is none or is cut off at line 1, column 1"),
+        ("list.json", [], r"list.json: expected a JSON object with \"format\": \"jpipe-plan/1\", found 'list'; is this a plan of jpipe\?"),
+        ("bytes.json", [], r"bytes.json: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
+        ("bytes.yaml", [], r"bytes.yaml: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
+        ("replicas.json", [], r"replicas.json: replicas above 1 are not supported yet; use 1 replica a stage"),
+        ("broken.yaml", [], r"broken.yaml, line 3, column 1: this is not YAML as it should be"),
+        ("text.yaml", [], r"text.yaml: expected a mapping of keys such as 'train:', found str"),
+        ("tiny.yaml", ["--set", "plan.scheduler=gpipe"], r"unknown key 'plan.scheduler'; did you mean 'schedule'\?"),
+        ("tiny.yaml", ["--set", "plan.num_stages=9"], r"plan: expected between 1 and 3 stages \(the number of layers\), found 9"),
+        ("tiny.yaml", ["--set", "plan.file=plan.json"], r"plan.json: layer 'embed' of the model is in no stage; add it to one"),
+    ],
+)
+def test_mistakes_are_told_in_one_message_and_nothing_is_written(
+    config, plan_file, tmp_path, capsys, monkeypatch, content, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    plan = Path(plan_file()).read_text()
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "half.json").write_text(plan[: len(plan) // 2])
+    (tmp_path / "half.txt").write_text(plan[: len(plan) // 2])
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "replicas.json").write_text(plan.replace('"replicas": 1', '"replicas": 2', 1))
+    (tmp_path / "broken.yaml").write_text("train:\n  steps: [1, 2\n")
+    (tmp_path / "text.yaml").write_text("just words")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["simulate", str(tmp_path / content), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(message, printed.err)
+    assert printed.err.startswith("jpipe: ")
+    assert printed.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
