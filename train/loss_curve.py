@@ -7,10 +7,14 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import matplotlib.figure
+
+SMOOTHED_FROM = 80  # losses: of fewer a mean would smooth nothing
 
 _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # the colour-blind tell them apart
 _MOST_POINTS = 2000  # more than that no picture shows
+_MOST_VALIDATIONS = 30  # more points than that would hide the line
 
 
 def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
@@ -26,13 +30,13 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
         The figure; `figure.savefig(path)` needs no screen.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(5.8, 3.5), dpi=220, layout="constrained")
     axes = figure.subplots()
     steps, losses = finite(rows, "loss")
     strong, name = losses, "each batch"
-    if len(losses) >= 80:  # of fewer, a mean would smooth nothing
+    if len(losses) >= SMOOTHED_FROM:
         shown = extremes(losses, _MOST_POINTS // 2)
         axes.plot(steps[shown], losses[shown], color=_BATCH, linewidth=0.9, label="each batch")
         strong, name = running_mean(losses, len(losses) // 40), "running mean"
@@ -41,7 +45,7 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
         axes.plot(steps[shown], strong[shown], color=_MEAN, linewidth=1.8, marker="o" if len(losses) == 1 else "", label=name)
     held_out, values = finite(rows, "val_loss")
     if len(values):
-        shown = extremes(values, 40)
+        shown = extremes(values, _MOST_VALIDATIONS // 2)
         axes.plot(
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
@@ -50,9 +54,18 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     every = np.concatenate([losses, values])
     if len(every) and every.min() > 0 and every.max() > 30 * every.min():  # it would be a flat line
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
+    if len(losses) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    axes.margins(y=0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    _dress(axes, unit)
+    return figure
+
+
+def _dress(axes: "matplotlib.axes.Axes", unit: str) -> None:
     axes.set_xlabel("step", fontsize=10)
     axes.set_ylabel(f"loss ({unit})", fontsize=10, parse_math=False)
     axes.tick_params(labelsize=9.5, length=3, color="#888888")
@@ -61,9 +74,8 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#888888")
-    if len(every):
-        axes.legend(frameon=False, fontsize=9.5, loc="upper right")
-    return figure
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9.5)
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:

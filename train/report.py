@@ -138,7 +138,8 @@ def _loss(report: Report, picture: bytes | None) -> str:
         alt += f" Training: from {losses[0]:.3g} at step {steps[0]} to {losses[-1]:.3g} {report.unit} at step {steps[-1]}."
     if len(values):
         alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
-    how = "The thin line is the loss of each batch, the strong one its running mean"
+    smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
+    how = "The thin line is the loss of each batch, the strong one its running mean" if smoothed else "The line is the loss of each batch"
     how += "; the points are of text that the model does not learn from." if len(values) else "; nothing was evaluated on other text."
     return _figure(picture, "small", alt, f"{how}{note}")
 
