@@ -11,13 +11,19 @@ import pathlib
 import pkgutil
 import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 
 import jax
+import pydantic
 import pytest
+import yaml
 
 import jpipe
+from train.cli import main
+from train.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -69,10 +75,63 @@ def test_no_output_on_a_page_is_left_unchecked(page):
     assert page.read_text().count("```text\n") == len(shown), "a text block stands alone: put it right below the snippet that prints it"
 
 
+CONSOLE = re.compile(r"^```console\n\$ jpipe ([^\n]*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), [match for page in PAGES for match in CONSOLE.findall(page.read_text())])
+def test_commands_that_a_page_shows_are_refused_like_that(command, shown, tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "runs" / "0001").mkdir(parents=True)
+    (tmp_path / "runs" / "0001" / "metrics.jsonl").touch()  # as a run before leaves it
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 2
+    assert capsys.readouterr().err == shown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def tables_of_keys() -> dict[str, dict[str, list[str]]]:
+    """docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
+    tables = {}
+    for part in (ROOT / "docs" / "configuration.md").read_text().split("\n## ")[1:]:
+        title, _, body = part.partition("\n")
+        rows = [[cell.strip() for cell in row] for row in re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", body, re.MULTILINE)]
+        tables[title.strip("`")] = {key: cells for key, *cells in rows}
+    return tables
+
+
+def test_the_tables_of_keys_have_every_key_of_a_config_and_no_other():
+    sections = {name: set(field.annotation.model_fields) for name, field in Config.model_fields.items() if is_section(field)}
+    top = {name for name, field in Config.model_fields.items() if not is_section(field)}
+    found = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
+    assert found == {"Top level": top, **sections}
+
+
+def is_section(field) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel)
+
+
+@pytest.mark.parametrize(("section", "key"), [(section, key) for section, rows in tables_of_keys().items() for key in rows])
+def test_a_row_of_the_tables_of_keys_is_true(section, key):
+    meaning, default, limits = tables_of_keys()[section][key]
+    model = Config if section == "Top level" else Config.model_fields[section].annotation
+    assert len(meaning.split()) >= 2
+    assert yaml.safe_load(default.strip("`")) == model.model_fields[key].get_default()
+    schema = model.model_json_schema()["properties"][key]
+    for part in (schema, *schema.get("anyOf", ())):
+        for bound, sign in (("minimum", "≥"), ("maximum", "≤"), ("exclusiveMinimum", ">"), ("exclusiveMaximum", "<")):
+            assert bound not in part or re.search(rf"{sign} {part[bound]:.0f}\b", limits), f"{sign} {part.get(bound)}"
+        assert set(part.get("enum", ())) <= set(re.findall(r"`(\w+)`", limits))
+
+
+def test_the_tables_of_keys_list_all_schedules_and_policies():
+    plan = tables_of_keys()["plan"]
+    assert re.findall(r"`(\w+)`", plan["schedule"][2]) == list(jpipe.SCHEDULES)
+    assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.RECOMPUTE)
 
 
 def test_the_list_of_public_names_is_complete_and_names_the_right_files():
