@@ -79,7 +79,7 @@ def write_report(folder: Path, report: Report) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    timelines = {name: window.timeline for name, window in report.windows.items() if any(window.timeline)}
+    timelines = {name: window.timeline for name, window in report.windows.items()}
     memories = {name: window.memory for name, window in report.windows.items() if any(window.memory)}
     seconds = {name: window.seconds for name, window in report.windows.items()}
     pictures: dict[str, bytes] = {}
