@@ -68,7 +68,7 @@ class _OwnCode(_Section):
 
     @model_serializer(mode="wrap")
     def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        said = self.model_fields_set if self.target is not None else set(type(self).model_fields)
+        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
         return {key: value for key, value in write(self).items() if key in said}
 
 
@@ -171,8 +171,10 @@ class OptimizerConfig(_Section):
     def _known_optimizer(cls, name: str) -> str:
         if ":" in name:
             return entry_point.check_form(name)
-        if name not in optax_names.optimizers():
-            raise ValueError(f"unknown optimizer '{name}'; {nearest(name, optax_names.optimizers())}")
+        known, contributed = optax_names.optimizers(), f"contrib.{name}"
+        if name not in known:
+            hint = f"did you mean '{contributed}'?" if contributed in known else nearest(name, known)
+            raise ValueError(f"unknown optimizer '{name}'; {hint}")
         return name
 
     @field_validator("lr_schedule")

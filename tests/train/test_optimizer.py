@@ -1,0 +1,355 @@
+"""Optimizers by config: all of optax's, with what decays, their learning rates, and every mistake told before anything runs."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from jpipe import InputError
+from tests.optimizers import lenient
+from train import optax_names
+from train.config import OptimizerConfig
+from train.optimizer import lr_schedule, optimizer
+
+PARAMS = {
+    "block_0": {"qkv": {"kernel": jnp.full((4, 6), 2.0), "bias": jnp.ones(6)}, "norm": {"scale": jnp.ones(4)}},
+    "block_1": {"qkv": {"kernel": jnp.full((4, 6), 2.0), "bias": jnp.ones(6)}, "norm": {"scale": jnp.ones(4)}},
+    "head": {"kernel": jnp.full((6, 2), 2.0)},
+}
+NEEDED = {"contrib.dpsgd": {"l2_norm_clip": 1, "noise_multiplier": 0.1, "seed": 3}, "noisy_sgd": {"key": 0}}
+MORE_THAN_GRADIENTS = {  # what a pipeline cannot give, so that jpipe.Pipeline refuses them
+    "contrib.dpsgd": "expects `grads` to have a batch dimension",
+    "contrib.momo": "'value'",
+    "contrib.momo_adam": "'value'",
+    "contrib.sophia": "obj_fn must be provided",
+    "lbfgs": "'value_fn'",
+    "polyak_sgd": "'value'",
+}
+
+
+def made(steps: int = 10, **keys) -> optax.GradientTransformation:
+    with jax.numpy_dtype_promotion("standard"):
+        return lenient(optimizer(OptimizerConfig(**keys), steps, PARAMS))
+
+
+def update_of(rule: optax.GradientTransformation, gradients=PARAMS):
+    return rule.update(gradients, rule.init(PARAMS), PARAMS)[0]
+
+
+def decayed(**keys) -> set[str]:
+    """The paths that change where all gradients are zero."""
+    updates = update_of(made(**({"learning_rate": 1.0} | keys)), jax.tree.map(jnp.zeros_like, PARAMS))
+    found = jax.tree_util.tree_leaves_with_path(updates)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in found if np.any(leaf)}
+
+
+def test_the_rule_finds_what_optax_calls_its_aliases():
+    aliases = {
+        name
+        for name in dir(optax)
+        if getattr(optax._src.alias, name, None) is getattr(optax, name)
+        and "GradientTransformation" in str(getattr(inspect.unwrap(getattr(optax, name)), "__annotations__", {}).get("return", ""))
+    }
+    assert len(aliases) > 25
+    found = set(optax_names.optimizers())
+    assert {name for name in found if "." not in name} == aliases | {"nadam", "nadamw"}  # those two are partials of adam and adamw
+    assert {f"contrib.{name}" for name in ("muon", "prodigy", "schedule_free_sgd", "adopt", "ademamix")} <= found
+    assert not {"contrib.schedule_free", "contrib.sam", "chain", "scale_by_adam", "scale_by_learning_rate", "clip", "ema"} & found
+
+
+def test_the_rule_finds_the_schedules_of_optax():
+    module = vars(optax.schedules)
+    named = {name for name in module if (name.endswith("_schedule") or name == "exponential_decay") and name[0] != "_"}
+    assert set(optax_names.schedules()) == named - {"sgdr_schedule"}  # whose argument is a list of those of others
+
+
+@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated", 'ignore:"seed" is deprecated')
+@pytest.mark.parametrize("name", optax_names.optimizers())
+def test_every_optimizer_of_optax_makes_an_update(name):
+    rule = made(name=name, arguments=NEEDED.get(name, {}))
+    if name in MORE_THAN_GRADIENTS:
+        with pytest.raises((TypeError, ValueError), match=MORE_THAN_GRADIENTS[name]):
+            update_of(rule)
+        return
+    state = rule.init(PARAMS)
+    for _ in range(2):  # some need a first one to look around
+        updates, state = rule.update(PARAMS, state, PARAMS)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize(
+    ("keys", "by_hand"),
+    [
+        ({"name": "lamb", "arguments": {"b2": 0.95, "eps": 1}}, lambda: optax.lamb(1e-3, b2=0.95, eps=1.0, mask=MATRICES)),
+        (
+            {"name": "sgd", "learning_rate": 0.1, "arguments": {"momentum": 0.9, "nesterov": True, "accumulator_dtype": "bfloat16"}},
+            lambda: optax.sgd(0.1, 0.9, True, jnp.bfloat16),
+        ),
+        ({"name": "adafactor", "arguments": {"clipping_threshold": None}}, lambda: optax.adafactor(1e-3, clipping_threshold=None)),
+        (
+            {
+                "name": "contrib.muon",
+                "learning_rate": 0.02,
+                "arguments": {"ns_steps": 3, "ns_coeffs": [3.4, -4.7, 2.0], "preconditioning": "aol"},
+            },
+            lambda: optax.contrib.muon(0.02, ns_steps=3, ns_coeffs=(3.4, -4.7, 2.0), preconditioning="aol"),
+        ),
+        ({"name": "contrib.prodigy", "arguments": {"betas": [0.8, 0.9]}}, lambda: optax.contrib.prodigy(1.0, betas=(0.8, 0.9))),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_it_is_the_optimizer_that_python_would_build(keys, by_hand):
+    with jax.numpy_dtype_promotion("standard"):
+        expected = update_of(lenient(by_hand()))
+    for leaf, other in zip(jax.tree.leaves(update_of(made(**keys))), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+MATRICES = jax.tree.map(lambda leaf: leaf.ndim >= 2, PARAMS)
+KERNELS = {"block_0/qkv/kernel", "block_1/qkv/kernel", "head/kernel"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "adafactor", "lars"])
+def test_matrices_decay_and_nothing_else(name):
+    assert decayed(name=name, arguments={"weight_decay_rate" if name == "adafactor" else "weight_decay": 0.5}) == KERNELS
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["*/kernel"], KERNELS),
+        (["block_*/qkv/kernel"], KERNELS - {"head/kernel"}),
+        (["block_1/*"], {"block_1/qkv/kernel", "block_1/qkv/bias", "block_1/norm/scale"}),
+        (["block_*", "!*/bias", "!block_0/*"], {"block_1/qkv/kernel", "block_1/norm/scale"}),
+        (["!head/*"], KERNELS - {"head/kernel"}),
+    ],
+)
+def test_patterns_choose_what_decays(patterns, expected):
+    assert decayed(decay=patterns, arguments={"weight_decay": 0.5}) == expected
+
+
+def test_layers_that_are_elsewhere_are_left_alone():
+    rule = made(decay=["*/kernel"], learning_rate=1.0, arguments={"weight_decay": 0.5})
+    here = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
+    zeros = jax.tree.map(jnp.zeros_like, here)
+    updates, _ = rule.update(zeros, rule.init(here), here)
+    assert jax.tree.structure(updates) == jax.tree.structure(here)
+    np.testing.assert_allclose(updates["head"]["kernel"], -1.0)
+
+
+def rates(steps: int, **keys) -> list[float]:
+    """The learning rate of each update, seen in what plain gradient descent does."""
+    rule, ones = made(steps, **({"name": "sgd"} | keys)), jax.tree.map(jnp.ones_like, PARAMS)
+    state, found = rule.init(PARAMS), []
+    for _ in range(steps + 1):
+        updates, state = rule.update(ones, state, PARAMS)
+        found.append(-float(updates["head"]["kernel"][0, 0]))
+    return found
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    found = rates(14, learning_rate=1.0, lr_schedule="cosine", warmup_steps=4)
+    np.testing.assert_allclose(found[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert found[4:] == sorted(found[4:], reverse=True)
+    np.testing.assert_allclose([found[9], found[14]], [0.55, 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"learning_rate": 0.5}, [0.5, 0.5, 0.5]),
+        (
+            {"learning_rate": 0.8, "lr_schedule": "exponential_decay", "lr_arguments": {"transition_steps": 1, "decay_rate": 0.5}},
+            [0.8, 0.4, 0.2],
+        ),
+        (
+            {
+                "learning_rate": 0.8,
+                "warmup_steps": 1,
+                "lr_schedule": "exponential_decay",
+                "lr_arguments": {"transition_steps": 1, "decay_rate": 0.5},
+            },
+            [0.4, 0.8, 0.4],
+        ),
+        (
+            {"learning_rate": 0.5, "lr_schedule": "piecewise_constant_schedule", "lr_arguments": {"boundaries_and_scales": {1: 0.1}}},
+            [0.5, 0.05, 0.05],
+        ),
+        (  # as it comes back from a run's config.yaml
+            {"learning_rate": 0.5, "lr_schedule": "piecewise_constant_schedule", "lr_arguments": {"boundaries_and_scales": {"1": 0.1}}},
+            [0.5, 0.05, 0.05],
+        ),
+        (
+            {
+                "learning_rate": 0.5,
+                "lr_schedule": "warmup_cosine_decay_schedule",
+                "lr_arguments": {"init_value": 0, "warmup_steps": 1, "decay_steps": 2},
+            },
+            [0.0, 0.5, 0.0],
+        ),
+        ({"name": "sign_sgd", "learning_rate": 0.5, "inject_hyperparams": True}, [0.5, 0.5, 0.5]),
+        ({"name": "sgd", "learning_rate": 1.0, "inject_hyperparams": True, "lr_schedule": "cosine"}, [1.0, 0.55, 0.1]),
+    ],
+)
+def test_learning_rates_of_optax(keys, expected):
+    np.testing.assert_allclose(rates(2, **keys), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rate_beyond_float32_is_the_largest():
+    assert lr_schedule(OptimizerConfig(), 10, 1.0)(0) == 1.0
+    assert np.isfinite(rates(1, learning_rate=1e300)[0])
+
+
+def test_hyperparameters_can_be_seen_in_the_state():
+    arguments = {"b1": 0.8, "nesterov": True}
+    rule = made(name="adamw", learning_rate=0.5, arguments=arguments, inject_hyperparams=True)
+    assert {name: float(value) for name, value in rule.init(PARAMS).hyperparams.items()} == pytest.approx({"learning_rate": 0.5, "b1": 0.8})
+    plain = update_of(made(name="adamw", learning_rate=0.5, arguments=arguments))
+    for leaf, other in zip(jax.tree.leaves(update_of(rule)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"name": "adam", "arguments": {"b3": 0.9}},
+            "optimizer.arguments: 'adam' has no argument 'b3'; its arguments, the nearest first: b1, b2, eps,",
+        ),
+        (
+            {"arguments": {"learning_rate": 0.1}},
+            "optimizer.arguments: 'learning_rate' of 'adamw' is optimizer.learning_rate; leave it out here",
+        ),
+        ({"arguments": {"mask": True}}, "optimizer.arguments: 'mask' of 'adamw' is optimizer.decay; leave it out here"),
+        ({"name": "contrib.dpsgd"}, "optimizer.arguments: 'contrib.dpsgd' needs the argument 'l2_norm_clip'; add it"),
+        ({"arguments": {"b1": "0.9"}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found '0.9'"),
+        ({"arguments": {"b1": True}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found True"),
+        ({"arguments": {"b1": None}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found None"),
+        ({"arguments": {"b1": float("nan")}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found nan"),
+        ({"arguments": {"nesterov": 1}}, "optimizer.arguments: 'nesterov' of 'adamw': expected true or false, found 1"),
+        ({"arguments": {"mu_dtype": "bf16"}}, "'mu_dtype' of 'adamw': expected a dtype (float32, bfloat16, float16), found 'bf16'"),
+        ({"name": "adafactor", "arguments": {"min_dim_size_to_factor": 1.5}}, "expected a whole number, found 1.5"),
+        ({"name": "contrib.muon", "arguments": {"preconditioning": "x"}}, "expected one of frobenius, spectral, aol, schatten, found 'x'"),
+        ({"name": "contrib.muon", "arguments": {"ns_coeffs": [1, "a"]}}, "expected a list of numbers, found [1, 'a']"),
+        (
+            {"name": "contrib.adopt", "arguments": {"clip_value_fn": "abs"}},
+            "optimizer.arguments: 'clip_value_fn' of 'contrib.adopt' takes a Python object, which a config cannot express; "
+            "write a function that calls contrib.adopt with it and name that one, as module:function",
+        ),
+        ({"name": "lars", "arguments": {"trust_ratio_mask": True}}, "'trust_ratio_mask' of 'lars' takes a Python object"),
+        (
+            {"name": "lbfgs", "arguments": {"memory_size": 0}},
+            "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1 (",
+        ),
+        ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the nearest are head/kernel, "),
+        ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the nearest are block_"),
+        (
+            {"name": "adam", "decay": ["*"]},
+            "optimizer.decay: 'adam' cannot choose what decays (it has none of the arguments mask and weight",
+        ),
+        (
+            {"name": "polyak_sgd", "learning_rate": 1e-3},
+            "optimizer.learning_rate: 'polyak_sgd' has no argument learning_rate; leave it out",
+        ),
+        (
+            {"name": "polyak_sgd", "lr_schedule": "cosine"},
+            "optimizer.lr_schedule: 'polyak_sgd' has no argument learning_rate; leave it out",
+        ),
+        (
+            {"name": "rprop", "lr_schedule": "cosine"},
+            "optimizer.lr_schedule: 'rprop' takes one learning rate for the whole run; use constant without warmup_steps, or inject",
+        ),
+        ({"lr_arguments": {"alpha": 0.1}}, "optimizer.lr_arguments: 'constant' takes none; leave them out, or name a schedule of optax"),
+        (
+            {"lr_schedule": "exponential_decay", "lr_arguments": {"transition_steps": 1}},
+            "optimizer.lr_arguments: 'exponential_decay' needs the argument 'decay_rate'; add it",
+        ),
+        (
+            {"lr_schedule": "exponential_decay", "lr_arguments": {"decay_rat": 1}},
+            "optimizer.lr_arguments: 'exponential_decay' has no argument 'decay_rat'; its arguments, the nearest first: decay_rate, ",
+        ),
+        (
+            {"lr_schedule": "exponential_decay", "lr_arguments": {"init_value": 1}},
+            "optimizer.lr_arguments: 'init_value' of 'exponential_decay' is optimizer.learning_rate; leave it out here",
+        ),
+        (
+            {"lr_schedule": "piecewise_interpolate_schedule", "lr_arguments": {"interpolate_type": "curly"}},
+            "optimizer.lr_arguments: 'piecewise_interpolate_schedule' refuses them: ValueError: `interpolate_type` must be",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(keys, message):
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        made(**keys)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'?"),
+        ({"name": "scale_by_adam"}, "unknown optimizer 'scale_by_adam'; did you mean"),
+        ({"name": "muon"}, "unknown optimizer 'muon'; did you mean 'contrib.muon'?"),
+        ({"name": "my module:f"}, "expected module:function, such as my_models:conv_net, found 'my module:f'"),
+        ({"lr_schedule": "exponential"}, "unknown learning-rate schedule 'exponential'; did you mean 'exponential_decay'?"),
+        ({"lr_schedule": "join_schedules"}, "unknown learning-rate schedule 'join_schedules'"),
+        ({"decay": []}, "List should have at least 1 item"),
+        ({"weight_decay": 0.1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_name_that_optax_does_not_have_is_refused(keys, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OptimizerConfig(**keys)
+
+
+OWN = """
+import optax
+
+def mine(learning_rate, mask, momentum=0.0):
+    return optax.chain(optax.add_decayed_weights(1.0, mask), optax.sgd(learning_rate, momentum))
+
+def unrated():
+    return optax.sign_sgd(0.25)
+
+def nothing(learning_rate):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("own")
+def test_an_optimizer_of_ones_own():
+    keys = {"name": "own_optimizers:mine", "learning_rate": 0.5, "arguments": {"momentum": 0.5}}
+    assert decayed(**keys | {"decay": ["head/*"]}) == {"head/kernel"}
+    np.testing.assert_allclose(rates(1, **keys), [1.5, 2.25])  # the gradient 1, the weight 2; then the momentum
+    np.testing.assert_allclose(rates(1, name="own_optimizers:unrated"), 0.25)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "own_optimizers:mime"}, "optimizer.name: the module 'own_optimizers' has no function 'mime'; did you mean 'mine'?"),
+        ({"name": "own_optimizers:unrated", "learning_rate": 0.1}, "optimizer.learning_rate: 'own_optimizers:unrated' has no argument"),
+        ({"name": "own_optimizers:nothing"}, "expected 'own_optimizers:nothing' to return an optax.GradientTransformation, found NoneType"),
+        (
+            {"name": "own_optimizers:mine", "arguments": {"mometum": 1}},
+            "has no argument 'mometum'; its arguments, the nearest first: momentum",
+        ),
+    ],
+)
+def test_a_mistake_in_an_optimizer_of_ones_own(keys, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        made(**keys)
