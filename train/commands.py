@@ -44,8 +44,8 @@ def train(
 def simulate(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN|CONFIG")],
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
-    batches: int | None = None,
-    png: str | None = None,
+    batches: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
     """Show what a pipeline would do: timeline, bubble, weight versions and, for a config, bytes. Nothing is trained, no device used.

@@ -55,18 +55,17 @@ def main(
     steady = jpipe.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(Path(png), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
-    stages = f"{plan.depth} stage{'s' if plan.depth > 1 else ''}"
+    sizes = count(plan.depth, "stage"), f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
     return "\n".join(
         [
-            f"{plan.schedule}: {stages}, {plan.microbatches} microbatches a batch, {shown} batches",
+            f"{plan.schedule}: {', '.join(sizes)}",
             f"times in units of one forward, taken to be the same at all stages; a backward takes 2{recomputing}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
             *align(table(plan, long, stride + 3, sized=costs is not None)),
             "",
-            f"bubble: {prediction.bubble:.1%} of these {shown} batches, {steady.bubble:.1%} in steady state, "
-            f"where a batch takes {steady.step_seconds:g} units",
+            f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, where a batch takes {steady.step_seconds:g} units",
             *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else []),
             *pictures,
         ]
@@ -124,6 +123,11 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
             f"{batches} batches; use fewer of one"
         )
+
+
+def count(number: int, one: str, plural: str = "s") -> str:
+    """`1 batch`, `2 batches`."""
+    return f"{number} {one}{'' if number == 1 else plural}"
 
 
 def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized: bool) -> list[list[str]]:

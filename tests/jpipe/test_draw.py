@@ -52,6 +52,7 @@ def test_each_computation_is_a_box_of_its_colour_at_its_place_and_a_fused_one_is
         for found, wanted in zip(boxes(axes, colour), rows, strict=True):
             np.testing.assert_allclose(found, wanted)
     assert boxes(axes, IDLE) == [[(0, prediction.seconds)]] * 4
+    assert axes.get_title(loc="left").endswith(f"bubble {prediction.bubble:.1%}")
     assert axes.yaxis_inverted()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1", "worker 2", "worker 3"]
 

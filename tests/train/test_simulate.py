@@ -72,7 +72,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
     assert prediction.grid() in printed
     assert "gpipe: 4 stages, 4 microbatches a batch, 3 batches\ntimes in units of one forward" in printed
     # A batch takes m + d - 1 = 7 slots of 3, of which 4 are busy.
-    assert "bubble: 42.9% of these 3 batches, 42.9% in steady state, where a batch takes 21 units" in printed
+    assert "bubble: 42.9% as shown, 42.9% in steady state, where a batch takes 21 units" in printed
     assert "sizes and memory need a config" in printed
     assert table(printed) == {
         "worker": ["0", "1", "2", "3"],
@@ -85,10 +85,10 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
 
 def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_has_no_bubble(simulated, plan_file):
     printed = simulated(plan_file("pipedream", microbatches=1), "--batches", "2")
-    assert "1 microbatches a batch, 2 batches" in printed
+    assert "4 stages, 1 microbatch a batch, 2 batches" in printed
     assert table(printed)["versions"] == ["4", "3", "2", "1"]  # more than two batches can show
     assert table(printed)["in flight"] == ["4", "3", "2", "1"]
-    assert "0.0% in steady state, where a batch takes 3 units" in printed
+    assert "shown, 0.0% in steady state, where a batch takes 3 units" in printed
     assert "B1.0*" in printed
     assert "B2." not in printed
 
@@ -101,7 +101,10 @@ def test_recomputation_is_said_and_counted(simulated, plan_file):
 
 
 def test_many_layers_are_named_by_the_first_and_the_last(simulated, plan_file):
-    assert table(simulated(plan_file(num_stages=1)))["layers"] == ["layer_0 … layer_8 (9)"]
+    printed = simulated(plan_file(num_stages=1), "--batches", "1")
+    assert "gpipe: 1 stage, 4 microbatches a batch, 1 batch\n" in printed
+    assert "bubble: 0.0% as shown, 0.0% in steady state" in printed
+    assert table(printed)["layers"] == ["layer_0 … layer_8 (9)"]
 
 
 def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config, tiny):
