@@ -65,7 +65,7 @@ def main(
             "",
             *align(table(plan, long, stride + 3, sized=costs is not None)),
             "",
-            f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, where a batch takes {steady.step_seconds:g} units",
+            f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
             *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else []),
             *pictures,
         ]

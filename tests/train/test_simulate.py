@@ -72,7 +72,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
     assert prediction.grid() in printed
     assert "gpipe: 4 stages, 4 microbatches a batch, 3 batches\ntimes in units of one forward" in printed
     # A batch takes m + d - 1 = 7 slots of 3, of which 4 are busy.
-    assert "bubble: 42.9% as shown, 42.9% in steady state, where a batch takes 21 units" in printed
+    assert "bubble: 42.9% as shown, 42.9% in steady state, with a batch in 21 units" in printed
     assert "sizes and memory need a config" in printed
     assert table(printed) == {
         "worker": ["0", "1", "2", "3"],
@@ -88,7 +88,7 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
     assert "4 stages, 1 microbatch a batch, 2 batches" in printed
     assert table(printed)["versions"] == ["4", "3", "2", "1"]  # more than two batches can show
     assert table(printed)["in flight"] == ["4", "3", "2", "1"]
-    assert "shown, 0.0% in steady state, where a batch takes 3 units" in printed
+    assert "shown, 0.0% in steady state, with a batch in 3 units" in printed
     assert "B1.0*" in printed
     assert "B2." not in printed
 
@@ -96,7 +96,7 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
 def test_recomputation_is_said_and_counted(simulated, plan_file):
     printed = simulated(plan_file("pipedream_2bw", recompute=["full", "none", "none", "none"]))
     assert "a backward takes 2; one that recomputes 3" in printed
-    assert "where a batch takes 16 units" in printed  # the slowest stage: four times 1 + 3
+    assert "with a batch in 16 units" in printed  # the slowest stage: four times 1 + 3
     assert table(printed)["recompute"] == ["full", "none", "none", "none"]
 
 
