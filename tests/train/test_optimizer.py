@@ -243,6 +243,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
             "optimizer.arguments: 'clip_value_fn' of 'contrib.adopt' takes a Python object, which a config cannot express; "
             "write a function that calls contrib.adopt with it and name that one, as module:function",
         ),
+        ({"name": "contrib.muon", "arguments": {"muon_weight_dimension_numbers": 1}}, "'contrib.muon' takes a Python object"),
         ({"name": "lars", "arguments": {"trust_ratio_mask": True}}, "'trust_ratio_mask' of 'lars' takes a Python object"),
         (
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
