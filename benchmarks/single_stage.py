@@ -28,7 +28,7 @@ def measure() -> list[dict[str, Any]]:
     before = _alive_bytes()
     state = pipe.init(jax.random.key(0), batch)
     peaks: list[int] = []
-    state, _ = pipe.step(state, batch, observe=lambda instruction: peaks.append(_alive_bytes() - before))
+    state, _ = pipe.step(state, batch, observe=lambda event: peaks.append(_alive_bytes() - before))
     peak_bytes = max(peaks) + pipe.costs(batch)[0].temporary
     plain = _PlainStep(stack, optimizer, batch, _copy(pipe.params(state)))
     ratios, pipe_times, plain_times = [], [], []

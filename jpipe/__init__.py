@@ -14,8 +14,10 @@ from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Evaluation, Metrics, Pipeline
 from jpipe._plan import RECOMPUTE, Plan, Stage
 from jpipe._program import Program
+from jpipe._runtime import Event
 from jpipe._simulate import Prediction, ProgramError, simulate
 from jpipe._state import State, WorkerState
+from jpipe._trace import Trace, Tracer, fit_costs
 from jpipe._window import Window, cut_window
 from jpipe.schedules import SCHEDULES, Schedule
 
@@ -56,6 +58,10 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
     "Metrics",
     "Evaluation",
+    "Event",
+    "Tracer",
+    "Trace",
+    "fit_costs",
     "keep_freed_memory",
     "InputError",
     "explain",

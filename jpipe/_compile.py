@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jpipe._layers import Layer, LayerSpec, LayerStack, key_spec
-from jpipe._program import Backward, Forward, ForwardBackward, Program, Update
-from jpipe._stage import StageFunctions
+from jpipe._program import Backward, Forward, ForwardBackward, Program, SumSquares, Update
+from jpipe._stage import StageFunctions, norm_of
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -26,7 +26,11 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used."""
+    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used.
+
+    Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
+    is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`.
+    """
 
     functions: StageFunctions
     device: jax.Device
@@ -51,10 +55,13 @@ def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: It
                     used[instruction.worker].add("backward")
                 case ForwardBackward():
                     used[instruction.worker].add("forward_backward")
+                case SumSquares():
+                    used[instruction.worker] |= {"sum_squares", "norm"} if instruction.worker == 0 else {"sum_squares"}
                 case Update():
                     used[instruction.worker].add(update_kind(instruction))
+    layers = [len(functions.stage.layers) for functions, _ in stages]
     lowered = [
-        {name: _lower_call(functions, device, name) for name in sorted(names)}
+        {name: _lower_call(functions, device, name, layers) for name in sorted(names)}
         for (functions, device), names in zip(stages, used, strict=True)
     ]
     compiled = _compile_side_by_side([call for calls in lowered for call in calls.values()])
@@ -91,24 +98,33 @@ def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tre
     return lambda key: layer.init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
 
 
-def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Lowered:
+def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Lowered:
     f, specs = functions, functions.specs
     sums = jax.eval_shape(f.zero_sums, specs.params)
     optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
     weight = jax.ShapeDtypeStruct((), f.loss_dtype)
     unweighted = {name: part for name, part in sums.items() if name != "weight"}
+    norm = None if f.clip_global_norm is None else weight
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
         "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
         "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
-        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, unweighted, weight)),
-        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, unweighted, weight)),
-        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, unweighted, weight)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, unweighted, weight, norm)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, unweighted, weight, norm)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, unweighted, weight, norm)),
+        "sum_squares": lambda: (f.sum_squares, (), (sums["gradients"], weight)),
+        "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), weight.dtype) for n in layers),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
     function, donated, inputs = arguments[name]()
+    if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
+        function = _with_done(function)
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
     return jitted.lower(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+
+
+def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
 
 
 def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
@@ -121,8 +137,8 @@ def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
 
 
 def _update_into(f: StageFunctions) -> Callable[..., Any]:
-    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array) -> Any:
-        return f.update(params, optimizer_state, sums, weight)
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array, norm: Any) -> Any:
+        return f.update(params, optimizer_state, sums, weight, norm)
 
     return update
 

@@ -114,7 +114,7 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
             boxes[_FORWARD].append((span.start, turn - span.start))
             boxes[_BACKWARD].append((turn, span.end - turn))
             if span.updates:
-                boxes[_UPDATE].append((span.end - _mark(span, points), _mark(span, points) + span.update_time))
+                boxes[_UPDATE].append((span.update_start - _mark(span, points), _mark(span, points) + span.update_time))
             label = f"{span.microbatch}.{span.version}" if versions else str(span.microbatch)
             left, right = _room(span, points)
             if _fits(label, (left, right), points):
@@ -155,7 +155,7 @@ def _fits(label: str, room: tuple[float, float], points: float) -> bool:
 
 
 def _last_end(timeline: Timeline) -> float:
-    return max((span.end + span.update_time for spans in timeline for span in spans), default=0.0)
+    return max((span.update_end for spans in timeline for span in spans), default=0.0)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------------

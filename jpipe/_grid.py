@@ -24,6 +24,7 @@ class Span(NamedTuple):
         end: when it ends.
         updates: whether an update follows.
         update_time: how long that update takes.
+        update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
     """
 
     op: Op
@@ -33,6 +34,15 @@ class Span(NamedTuple):
     end: float
     updates: bool = False
     update_time: float = 0.0
+    update_wait: float = 0.0
+
+    @property
+    def update_start(self) -> float:
+        return self.end + self.update_wait
+
+    @property
+    def update_end(self) -> float:
+        return self.update_start + self.update_time
 
 
 Timeline = tuple[tuple[Span, ...], ...]
@@ -87,7 +97,7 @@ def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
         for span in spans:
             start = max(round(span.start / tick), free)
             free = max(round(span.end / tick), start + 1)
-            row.append(span._replace(start=start, end=free, update_time=0.0))
+            row.append(span._replace(start=start, end=free, update_time=0.0, update_wait=0.0))
         rows.append(tuple(row))
     return tuple(rows)
 

@@ -4,11 +4,25 @@ from collections import deque
 from typing import NamedTuple
 
 from jpipe._plan import Plan
-from jpipe._program import Backward, Evaluate, Forward, ForwardBackward, Instruction, Load, Message, Program, Receive, Release, Send, Update
+from jpipe._program import (
+    Backward,
+    Evaluate,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    Load,
+    Message,
+    Program,
+    Receive,
+    Release,
+    Send,
+    SumSquares,
+    Update,
+)
 from jpipe.schedules import SCHEDULES, Compute
 
 
-def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bool = True) -> Program:
+def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bool = True, clips: bool = False) -> Program:
     """Write the programs of all workers for the batches `begin` .. `batches` - 1.
 
     Computations stand in the order of their simulated start (a forward takes 1, a backward 2, one more where it
@@ -20,11 +34,13 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
         begin: the first batch whose data is loaded; what earlier batches left in flight goes on.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
+        clips: whether updates wait for the norm of all stages' gradients; only for schedules that flush.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
     """
     assert 0 <= start <= begin <= batches
+    assert not clips or SCHEDULES[plan.schedule].flushes
     orders = [_order(plan, s, start, batches, drain) for s in range(plan.depth)]
     done = [len(_order(plan, s, start, begin, drain=False)) for s in range(plan.depth)]  # by the steps before
     timed = _simulated_times(plan, orders)
@@ -33,14 +49,14 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     for s, i, begins, ends in timed:
         if i < done[s]:
             continue
-        before, after = _expand(plan, s, orders[s][i])
+        before, after = _expand(plan, s, orders[s][i], clips)
         instructions += before
         times += [begins] * len(before)
         instructions += after
         times += [ends] * len(after)
     # A stable sort by time keeps the topological order in which `_simulated_times` visited the computations where times are equal.
     in_time = sorted(range(len(times)), key=times.__getitem__)
-    return Program(plan, start, begin, batches, drain, tuple(instructions[i] for i in in_time))
+    return Program(plan, start, begin, batches, drain, clips, tuple(instructions[i] for i in in_time))
 
 
 def lower_evaluation(plan: Plan, microbatches: int, version: int) -> Program:
@@ -55,7 +71,7 @@ def lower_evaluation(plan: Plan, microbatches: int, version: int) -> Program:
                 instructions.append(Evaluate(s, k, version))
                 if s < last:
                     instructions += _transfer(s, s + 1, k, "activation")
-    return Program(plan, 0, 0, 1, True, tuple(instructions))
+    return Program(plan, 0, 0, 1, True, False, tuple(instructions))
 
 
 class Fused(NamedTuple):
@@ -118,7 +134,7 @@ def _simulated_times(plan: Plan, orders: list[list[Compute | Fused]]) -> list[tu
     return timed
 
 
-def _expand(plan: Plan, s: int, entry: Compute | Fused) -> tuple[list[Instruction], list[Instruction]]:
+def _expand(plan: Plan, s: int, entry: Compute | Fused, clips: bool) -> tuple[list[Instruction], list[Instruction]]:
     """The instructions around one computation: those at its start (itself included) and those at its end."""
     k, m = entry.microbatch, plan.microbatches
     version = SCHEDULES[plan.schedule].version
@@ -128,12 +144,20 @@ def _expand(plan: Plan, s: int, entry: Compute | Fused) -> tuple[list[Instructio
         if s < plan.depth - 1:
             after += _transfer(s, s + 1, k, "activation")
         return [*_loads(plan, s, k), Forward(s, k, v)], after
+    ends_batch = (k + 1) % m == 0
+    if clips and ends_batch:
+        after.append(SumSquares(s, k // m))
     if s > 0:
         after += _transfer(s, s - 1, k, "gradient")
     next_v = version(plan, s, k + 1)
     assert next_v - v in (0, 1), "versions advance one by one"
     dead = v if next_v > v else None  # microbatches in flight and to come all read later versions
-    if (k + 1) % m == 0:
+    if clips and ends_batch:
+        if s == 0:  # the last to know its gradients: from here the norm goes from stage to stage, and all update
+            for stage in range(1, plan.depth):
+                after += _transfer(stage - 1, stage, k, "norm")
+            after += [Update(stage, k // m, k // m) for stage in range(plan.depth)]
+    elif ends_batch:
         after.append(Update(s, k // m, dead))
     elif dead is not None:
         after.append(Release(s, dead))

@@ -42,8 +42,7 @@ def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
             name = f"{span.op}{span.microbatch}.{span.version}"
             yield _slice(pid, tid, name, span.start, span.end) | {"args": {"microbatch": span.microbatch, "version": span.version}}
             if span.updates:
-                end = span.end + span.update_time
-                yield _slice(pid, tid, "update", span.end, end) | {"args": {"after_microbatch": span.microbatch}}
+                yield _slice(pid, tid, "update", span.update_start, span.update_end) | {"args": {"after_microbatch": span.microbatch}}
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:

@@ -1,6 +1,7 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, key_spec, spec_of
 from jpipe._lower import lower, lower_evaluation
+from jpipe._optimizer import LayerwiseOptimizer, check_splittable
 from jpipe._plan import Plan
 from jpipe._program import Program
 from jpipe._runtime import Observer, run
@@ -34,10 +36,12 @@ class Metrics(NamedTuple):
     Attributes:
         losses: mean loss of each batch that was finished, by batch index.
         weights: total weight of each of those batches.
+        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
     """
 
     losses: dict[int, jax.Array]
     weights: dict[int, jax.Array]
+    norms: dict[int, jax.Array]
 
 
 class Evaluation(NamedTuple):
@@ -58,13 +62,15 @@ class Pipeline:
         plan: stages, schedule, microbatches, recomputation.
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
             its total weight, so microbatches with padding or masks count for what they hold.
-        optimizer: any optax transformation that treats every layer by itself; it is given one layer at a time, as
-            `{layer id: params}`.
+        optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
+            does not is found out and refused by `init`.
         devices: where the stages run, one after the other; by default the plan's placement among the local devices, or all of
             them in order, several stages to a device where there are too few.
+        clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
+            the same whatever the cut. For the schedules that flush.
 
     Raises:
-        InputError: the plan does not fit the model or the devices.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip.
 
     Example:
         >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
@@ -84,25 +90,32 @@ class Pipeline:
         loss: Loss,
         optimizer: optax.GradientTransformation,
         devices: Sequence[jax.Device] | None = None,
+        *,
+        clip_global_norm: float | None = None,
     ) -> None:
         plan.check_layers(stack.ids)
         if any(stage.replicas > 1 for stage in plan.stages):
             raise InputError("plan: replicas above 1 are not supported yet; use 1 replica a stage")
+        if clip_global_norm is not None:
+            _check_clipping(clip_global_norm, plan)
         self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
+        self.clip_global_norm = clip_global_norm
         self._given_devices = None if devices is None else tuple(devices)
         self._spec: Batch | None = None
+        self._optimizer_fits: Tree = None  # the parameters it was probed with
         self._stages: list[CompiledStage] = []
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
     def check(self, batch: Batch) -> None:
-        """Refuse what would not run with batches like this one; touches no device.
+        """Refuse what would not run with batches like this one; a few tiny arrays for the optimizer are all that it computes.
 
         Raises:
-            InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit.
+            InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
+                optimizer that cannot be applied layer by layer.
         """
-        self._functions(batch)
+        self._check_optimizer(self._functions(batch))
 
     def init(self, key: jax.Array, batch: Batch) -> State:
         """Fresh weights on their devices, and everything compiled for batches like this one.
@@ -112,6 +125,7 @@ class Pipeline:
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
         """
         key, functions = _as_key(key), self._functions(batch)
+        self._check_optimizer(functions)
         self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), self._proved_runs())
         self._spec = _microbatch_spec(batch, self.plan.microbatches)
         device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
@@ -126,7 +140,7 @@ class Pipeline:
         Args:
             state: used up; use the returned one from here on.
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches.
-            observe: called with each instruction after it is dispatched.
+            observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
             The next state, and the losses of the batches that this step finished.
@@ -223,6 +237,7 @@ class Pipeline:
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         inputs, labels = _microbatch_spec(batch, self.plan.microbatches)
         layers = self.stack.specs(inputs)
+        optimizer = LayerwiseOptimizer.of_model(self.optimizer, {layer_id: spec.params for layer_id, spec in layers.items()})
         functions = []
         x = inputs
         for s, stage in enumerate(self.plan.stages):
@@ -231,10 +246,17 @@ class Pipeline:
             params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
             state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
             specs = Specs(params, state, x, labels if last else None, draw)
-            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, self.optimizer, specs))
+            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, optimizer, specs, self.clip_global_norm))
             x = layers[stage.layers[-1]].output
         _check_loss(functions[-1], x, labels)
         return functions
+
+    def _check_optimizer(self, functions: Sequence[StageFunctions]) -> None:
+        """Once for each model that this pipeline meets (batches of other shapes may make other parameters)."""
+        specs = {layer_id: params for f in functions for layer_id, params in f.specs.params.items()}
+        if specs != self._optimizer_fits:
+            check_splittable(self.optimizer, specs)
+            self._optimizer_fits = specs
 
     def _init_worker(self, stage: CompiledStage, initializers: dict[str, jax.stages.Compiled], key: jax.Array) -> WorkerState:
         f, params, state = stage.functions, {}, {}
@@ -246,7 +268,7 @@ class Pipeline:
 
     def _proved_runs(self) -> list[Program]:
         """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both proved."""
-        runs = [lower(self.plan, first + 2 * self._horizon + 1, begin=first, start=first) for first in (0, 2 * self._horizon)]
+        runs = [self._lower(first + 2 * self._horizon + 1, first, first, True) for first in (0, 2 * self._horizon)]
         for program in runs:
             simulate(program)
         return runs
@@ -263,12 +285,15 @@ class Pipeline:
         name = since, model_batch, drain
         if name not in self._programs:
             stop = model_batch if drain else model_batch + 1
-            self._programs[name] = lower(self.plan, stop, begin=model_batch, start=model_batch - since, drain=drain)
+            self._programs[name] = self._lower(stop, model_batch, model_batch - since, drain)
         return self._programs[name], batch - model_batch
+
+    def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
+        return lower(self.plan, stop, begin=begin, start=start, drain=drain, clips=self.clip_global_norm is not None)
 
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
-    ) -> tuple[tuple[WorkerState, ...], dict[int, tuple[jax.Array, jax.Array]]]:
+    ) -> tuple[tuple[WorkerState, ...], dict[int, tuple[Any, ...]]]:
         host = {} if batch is None else dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         return run(program, shift, self._stages, workers, host, _rows(self._spec), observe)
 
@@ -344,8 +369,22 @@ def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
         ) from error
 
 
-def _metrics(finished: dict[int, tuple[jax.Array, jax.Array]]) -> Metrics:
-    return Metrics({t: loss for t, (loss, _) in finished.items()}, {t: weight for t, (_, weight) in finished.items()})
+def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
+    if not isinstance(clip_global_norm, (int, float)) or not 0 < clip_global_norm < math.inf:
+        raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
+    if SCHEDULES[plan.schedule].flushes:
+        return
+    flushing = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
+    if plan.schedule == "pipedream" and not plan.vertical_sync:
+        why = "weight stashing cannot clip: its first stages know the norm only after its last ones had to update"
+    else:
+        why = f"clipping with the asynchronous schedule '{plan.schedule}' is not there yet"
+    raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
+
+
+def _metrics(finished: dict[int, tuple[Any, ...]]) -> Metrics:
+    losses, weights, norms = ({t: parts[i] for t, parts in finished.items() if parts[i] is not None} for i in range(3))
+    return Metrics(losses, weights, norms)
 
 
 @jax.jit

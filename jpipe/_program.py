@@ -1,13 +1,13 @@
 """Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` proves and the runtime interprets."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jpipe._plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient"]
+Message = Literal["activation", "gradient", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,10 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it."""
+    """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
+
+    `norm`: the norm of the batch that ends with the microbatch, to the next stage.
+    """
 
     worker: int
     microbatch: int
@@ -58,12 +61,20 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`) or the output gradient (`gradient`)."""
+    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or the `norm`."""
 
     worker: int
     microbatch: int
     message: Message
     source: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumSquares:
+    """Sum the squares of the mean gradient of `batch`, layer by layer, to be sent with its last gradient; at stage 0 make the norm."""
+
+    worker: int
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,14 @@ class Evaluate:
     version: int
 
 
-Instruction = Load | Forward | Backward | ForwardBackward | Send | Receive | Update | Release | Evaluate
+Instruction = Load | Forward | Backward | ForwardBackward | Send | Receive | SumSquares | Update | Release | Evaluate
+
+
+def shifted(instruction: Instruction, batches: int, microbatches: int) -> Instruction:
+    """The same instruction so many batches, of `microbatches` each, later in the run."""
+    moved = {"microbatch": batches * microbatches, "version": batches, "batch": batches, "retires": batches}
+    fields = {name: getattr(instruction, name) for name in instruction.__slots__}
+    return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,7 @@ class Program:
         begin: the first batch whose data this program loads.
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
+        clips: whether updates wait for the norm of all stages' gradients.
         instructions: the total order of loads, forwards, backwards, sends, receives, updates and releases; one worker's
             program is what is left when the others' are taken out.
     """
@@ -114,6 +133,7 @@ class Program:
     begin: int
     end: int
     drained: bool
+    clips: bool
     instructions: tuple[Instruction, ...]
 
     def worker(self, worker: int) -> Iterator[Instruction]:

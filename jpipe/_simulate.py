@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from jpipe._costs import Link, StageCost, unit_costs
 from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
-from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, Update
+from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, SumSquares, Update
 from jpipe.schedules import SCHEDULES
 
 
@@ -22,7 +22,7 @@ class Prediction:
 
     Attributes:
         timeline: the spans of each worker, in seconds.
-        memory: what each worker holds, after each of its computations.
+        memory: what each worker holds, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the workers' time, up to the last end, in which they do not compute.
         peak_bytes: for each worker the most bytes of arrays alive after any instruction, waiting inputs included.
@@ -100,6 +100,7 @@ class _Worker:
 
     def __post_init__(self) -> None:
         self.peak, self.most_versions = self.memory, len(self.versions)
+        self.sample()
 
 
 class _Simulation:
@@ -158,14 +159,19 @@ class _Simulation:
             ready, size = self._take(w, "output", k), cost.outputs
             worker.memory -= cost.outputs - cost.kept_outputs
             peer.memory += self.costs[send.to].inputs
+        elif send.message == "norm":
+            ready, size = self._norm(w, k), 0
         else:
+            if self.program.clips and (k + 1) % self.plan.microbatches == 0:
+                self._take(w, "squares", k)
             ready, size = self._take(w, "gradient", k), cost.gradient
             worker.memory -= cost.gradient
             peer.memory += self.costs[send.to].message
         starts = max(ready, self.link_free.get((w, send.to), 0.0))
         self.link_free[w, send.to] = starts + size / self.link.bandwidth
         worker.moved += size
-        self._put(send.to, "inputs" if send.message == "activation" else "message", k, self.link_free[w, send.to] + self.link.latency)
+        arrives = {"activation": "inputs", "gradient": "message", "norm": "norm"}[send.message]
+        self._put(send.to, arrives, k, self.link_free[w, send.to] + self.link.latency)
         if peer.memory > peer.peak:
             peer.peak = peer.memory
         worker.position += 1
@@ -200,6 +206,17 @@ class _Simulation:
         self._exchange(w, worker, cost.gradient, cost.inputs + cost.labels)
         self._after_backward(w, worker, i.microbatch)
 
+    def _sum_squares(self, w: int, worker: _Worker, i: SumSquares) -> None:
+        if worker.pending != self.plan.microbatches:
+            self._fail(w, f"{i} after {worker.pending} backwards, expected {self.plan.microbatches}")
+        self._put(w, "squares" if w > 0 else "norm", (i.batch + 1) * self.plan.microbatches - 1, worker.clock)
+
+    def _norm(self, w: int, k: int) -> float:
+        """When the norm is there, to be sent on; the update takes it away."""
+        ready = self._take(w, "norm", k)
+        self._put(w, "norm", k, ready)
+        return ready
+
     def _update(self, w: int, worker: _Worker, i: Update) -> None:
         latest = max(worker.versions, default=None)
         if i.batch != latest or worker.pending != self.plan.microbatches:
@@ -207,6 +224,9 @@ class _Simulation:
                 w, f"{i} after {worker.pending} backwards at version {latest}, expected {self.plan.microbatches} at version {i.batch}"
             )
         worker.pending = 0
+        if self.program.clips:
+            k = (i.batch + 1) * self.plan.microbatches - 1
+            worker.clock = max(worker.clock, self._take(w, "norm", k))
         if i.retires is None:
             worker.memory += self.costs[w].weights
         else:
@@ -219,7 +239,9 @@ class _Simulation:
             )
         worker.clock += self.costs[w].update
         worker.busy += self.costs[w].update
-        worker.spans[-1] = worker.spans[-1]._replace(updates=True, update_time=self.costs[w].update)
+        worker.spans[-1] = worker.spans[-1]._replace(
+            updates=True, update_time=self.costs[w].update, update_wait=worker.clock - self.costs[w].update - worker.spans[-1].end
+        )
         worker.sample()
 
     def _release(self, w: int, worker: _Worker, i: Release) -> None:
@@ -336,6 +358,7 @@ _HANDLERS: dict[type, Callable[[_Simulation, int, _Worker, Any], None]] = {
     Forward: _Simulation._forward,
     Backward: _Simulation._backward,
     ForwardBackward: _Simulation._forward_backward,
+    SumSquares: _Simulation._sum_squares,
     Update: _Simulation._update,
     Release: _Simulation._release,
 }

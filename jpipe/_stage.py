@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe
+from jpipe._optimizer import LayerwiseOptimizer
 from jpipe._plan import Stage
 from jpipe._residuals import Residuals, find_residuals, restore_leaves
 
@@ -48,8 +48,9 @@ class StageFunctions:
         stage: which layers, and how they are recomputed.
         first, last: whether it is the first or the last stage.
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
-        optimizer: applied to each layer by itself, so that its state is keyed by layer id.
+        optimizer: applied to each layer by itself; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
+        clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
     """
 
     stack: LayerStack
@@ -57,8 +58,9 @@ class StageFunctions:
     first: bool
     last: bool
     loss: Loss
-    optimizer: optax.GradientTransformation
+    optimizer: LayerwiseOptimizer
     specs: Specs
+    clip_global_norm: float | None = None
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -85,19 +87,28 @@ class StageFunctions:
         message, sums = self._pull_back(vjp, y, sums)
         return message, sums, new_state
 
-    def update(self, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array | None]:
+    def sum_squares(self, gradients: Tree, weight: jax.Array) -> jax.Array:
+        """For each layer the sum of the squares of its mean gradient; the norm of all stages is made of these (see `norm_of`)."""
+        means = {layer_id: _mean(gradient, _divisor(weight)) for layer_id, gradient in gradients.items()}
+        squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
+        return jnp.stack([sum(layer, jnp.zeros((), self.loss_dtype)) for layer in squares])
+
+    def update(
+        self, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array, norm: jax.Array | None = None
+    ) -> tuple[Tree, Tree, Tree, jax.Array | None]:
         """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, mean loss of the batch).
 
         `weight` is that of the batch, the same at all stages, and at the last one taken out of `sums`; the loss is None at
-        the others. A batch whose weights are all zero teaches nothing: its gradient and its loss are zero.
+        the others. A batch whose weights are all zero teaches nothing: its gradient and its loss are zero. Where gradients
+        are clipped, `norm` is that of all stages.
         """
-        divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+        divisor = _divisor(weight)
         new_params, new_state = {}, {}
         for layer_id, gradient in sums["gradients"].items():
-            mean = jax.tree.map(
-                lambda g: (g.astype(divisor.dtype) / divisor).astype(g.dtype), gradient
-            )  # a weight may be large for g's dtype
-            new_params[layer_id], new_state[layer_id] = self._update_layer(layer_id, mean, optimizer_state[layer_id], params[layer_id])
+            mean = _mean(gradient, divisor)
+            if norm is not None:
+                mean = jax.tree.map(lambda g: _clip(g, norm, self.clip_global_norm), mean)
+            new_params[layer_id], new_state[layer_id] = self.optimizer.update(layer_id, mean, optimizer_state[layer_id], params[layer_id])
         zeros = jax.tree.map(jnp.zeros_like, sums)
         if not self.last:
             return new_params, new_state, zeros, None
@@ -110,8 +121,7 @@ class StageFunctions:
 
     def init_optimizer(self, params: Tree) -> Tree:
         """Optimizer state of fresh parameters, keyed by layer id."""
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return {layer_id: self.optimizer.init({layer_id: p}) for layer_id, p in params.items()}
+        return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
 
     def zero_sums(self, params: Tree) -> Tree:
         """Sums of a batch of which nothing has been seen."""
@@ -179,11 +189,28 @@ class StageFunctions:
         total, weight = result
         return jnp.asarray(total, self.loss_dtype), jax.lax.stop_gradient(jnp.asarray(weight, self.loss_dtype))
 
-    def _update_layer(self, layer_id: str, gradient: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        # optax's own adam mixes dtypes: strict promotion set by the user is for the user's code, not for optax's
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, state = self.optimizer.update({layer_id: gradient}, state, {layer_id: params})
-            return optax.apply_updates({layer_id: params}, updates)[layer_id], state
+
+def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
+    """The global norm from what `sum_squares` gives for each stage; added layer by layer, so that the cut changes nothing."""
+    total = jnp.zeros((), squares[0].dtype)
+    for layer in jnp.concatenate(squares):
+        total += layer
+    return jnp.sqrt(total)
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _mean(gradient: Tree, divisor: jax.Array) -> Tree:
+    """The gradient divided in the precision of the weight, which may be large for the gradient's own dtype."""
+    return jax.tree.map(lambda g: (g.astype(divisor.dtype) / divisor).astype(g.dtype), gradient)
+
+
+def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Array:
+    """As `optax.clip_by_global_norm` does; a norm that is not a number makes all gradients so."""
+    assert largest is not None
+    return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)
 
 
 def _is_float(leaf: Any) -> bool:

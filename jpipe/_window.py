@@ -65,9 +65,10 @@ def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, fi
 def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
     kept = []
     for span in spans:
-        start, stop, updated = (min(max(time, begin), end) - begin for time in (span.start, span.end, span.end + span.update_time))
+        times = span.start, span.end, span.update_start, span.update_end
+        start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
         if updated > start:
-            kept.append(span._replace(start=start, end=stop, update_time=updated - stop))
+            kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
     return tuple(kept)
 
 

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
 from tests.jpipe import models, monolith, reference
@@ -45,14 +46,16 @@ def layer_state(state: State) -> dict[str, Any]:
 
 def train_as_one_function(pipe: Pipeline, batches) -> Trained:
     """The same training without stages: see `monolith`."""
-    plan, state = pipe.plan, fresh(pipe, batches)
+    plan, state, optimizer = pipe.plan, fresh(pipe, batches), pipe.optimizer
+    if pipe.clip_global_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
     start = models.on_first_device((pipe.params(state), layer_state(state)))
     return Trained(
         *monolith.train(
             pipe.stack,
             pipe.loss,
-            pipe.optimizer,
+            optimizer,
             *start,
             jax.random.key(KEY),
             batches,

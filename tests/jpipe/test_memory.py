@@ -51,8 +51,9 @@ def test_measured_peak_is_predicted(variant, recompute, compiled_once):
     state = pipe.init(jax.random.key(0), batch)
     peak = [alive(device) for device in pipe.devices]
 
-    def observe(instruction):
-        peak[instruction.worker] = max(peak[instruction.worker], alive(pipe.devices[instruction.worker]))
+    def observe(event):
+        worker = event.instruction.worker
+        peak[worker] = max(peak[worker], alive(pipe.devices[worker]))
 
     for _ in range(5):
         state, _ = pipe.step(state, batch, observe=observe)

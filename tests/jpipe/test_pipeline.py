@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, State
+from jpipe._program import Backward, Forward, ForwardBackward, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh, layer_state, train
 
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 STACK = models.rich_stack()
 M = 4
+COMPUTATIONS = (Forward, Backward, ForwardBackward)
 BATCHES = models.masked_batches(6, M)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
@@ -221,5 +223,10 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0], observe=seen.append)
     again = []
     pipe.step(state, BATCHES[1], observe=again.append)
-    assert [type(i).__name__ for i in seen] == [type(i).__name__ for i in again]
-    assert sum(type(i).__name__ == "Update" for i in seen) == 3
+    assert [type(event.instruction) for event in seen] == [type(event.instruction) for event in again]
+    assert [event.instruction.batch for event in again if isinstance(event.instruction, Update)] == [1, 1, 1]
+    assert all((event.done is not None) == isinstance(event.instruction, (*COMPUTATIONS, Update)) for event in seen)
+    for before, after in zip(seen, again, strict=True):
+        if isinstance(before.instruction, COMPUTATIONS):
+            assert after.instruction.microbatch == before.instruction.microbatch + pipe.plan.microbatches
+            assert after.instruction.version == before.instruction.version + 1

@@ -45,7 +45,7 @@ def test_no_more_versions_are_alive_than_the_table_says(variant, d, m, extra):
     matrix = [jax.tree.leaves(worker.versions[0])[-1].shape for worker in state.workers]  # of the last layer of each stage
     most = [0] * d
 
-    def count(instruction):
+    def count(event):
         alive = [array.shape for array in jax.live_arrays()]
         for s in range(d):
             most[s] = max(most[s], alive.count(matrix[s]) - 1)  # one is the sum of gradients

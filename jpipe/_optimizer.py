@@ -1,0 +1,183 @@
+"""An optax optimizer applied to each layer by itself, and the probe that refuses one that would give other numbers that way."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxpr_as_fun
+
+from jpipe._errors import InputError
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class LayerwiseOptimizer:
+    """An optax transformation that is given one layer at a time, in a tree with the structure of the whole model.
+
+    The leaves of the other layers are `optax.MaskedNode()`, which holds no arrays and which optax itself uses for what a
+    transformation is not to see. So masks and labels that were given as trees of the whole model fit.
+
+    Attributes:
+        transformation: any optax transformation; `check_splittable` says whether it may be used like this.
+        blank: the parameters of all layers by layer id, with `optax.MaskedNode()` in place of every leaf.
+    """
+
+    transformation: optax.GradientTransformation
+    blank: Mapping[str, Tree]
+
+    @classmethod
+    def of_model(cls, transformation: optax.GradientTransformation, params: Mapping[str, Tree]) -> "LayerwiseOptimizer":
+        """For parameters (or their shapes) by layer id."""
+        return cls(transformation, {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in params.items()})
+
+    def init(self, layer_id: str, params: Tree) -> Tree:
+        """The optimizer state of one layer."""
+        with _optax_promotion():
+            return self.transformation.init({**self.blank, layer_id: params})
+
+    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state) of one layer."""
+        with _optax_promotion():
+            updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
+            return optax.apply_updates(params, updates[layer_id]), state
+
+
+@contextmanager
+def _optax_promotion() -> Iterator[None]:
+    """Optax's own adam mixes dtypes: strict promotion set by the user is for the user's code, not for optax's."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# The probe ------------------------------------------------------------------------------------------------------------
+
+_UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
+_STEPS = 100  # at most
+_NAN_STEP = 6
+_EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
+
+
+def check_splittable(transformation: Any, specs: Mapping[str, Tree]) -> None:
+    """Refuse an optimizer whose update of one layer depends on the others.
+
+    Runs it on the whole model and layer by layer, on tiny arrays in the model's structure, for a few steps with gradients from
+    1e-6 to 1e6, another size for each layer at each step, later with one layer NaN. Updates and states must agree. An
+    optimizer that fails on such trees is refused too.
+
+    Args:
+        transformation: what the user gave.
+        specs: shapes of all parameters by layer id.
+
+    Raises:
+        InputError: says which layer differs first, and what to use instead.
+    """
+    if not isinstance(transformation, optax.GradientTransformation):
+        hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
+        raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
+    params = {layer_id: jax.tree.map(_tiny, tree) for layer_id, tree in specs.items()}
+    ids = [layer_id for layer_id, tree in params.items() if jax.tree.leaves(tree)]
+    layerwise = LayerwiseOptimizer.of_model(transformation, params)
+    try:
+        whole = _Run(transformation, params)
+    except Exception as error:
+        raise InputError(
+            f"optimizer: it fails on parameters in the model's structure, {{'{ids[0] if ids else 'layer id'}': params, …}}: "
+            f"{_first_line(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
+            "more than gradients, state and params (a loss value, a function) cannot be used"
+        ) from error
+    try:
+        split = {i: _Run(transformation, {**layerwise.blank, i: params[i]}) for i in ids}
+    except Exception as error:
+        raise InputError(f"{_REFUSAL}: on one layer alone it fails: {_first_line(error)}; {_WAY_OUT}") from error
+    updates = step = 0
+    while updates < _UPDATES and step < _STEPS:
+        gradients = _gradients(params, ids, step)
+        expected = whole.step(gradients)
+        for layer_id in ids:
+            found = split[layer_id].step({**layerwise.blank, layer_id: gradients[layer_id]})
+            if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
+                raise InputError(f"{_REFUSAL}: after {step + 1} steps layer '{layer_id}' is not what it is without the others; {_WAY_OUT}")
+        updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
+        step += 1
+
+
+_REFUSAL = "optimizer: it cannot be applied layer by layer, as stages of a pipeline have to"
+_WAY_OUT = (
+    "leave out the part that looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); "
+    "to clip by the global norm use clip_global_norm of the pipeline"
+)
+
+
+class _Run:
+    """One optimizer at work on some tree."""
+
+    def __init__(self, transformation: optax.GradientTransformation, params: Tree) -> None:
+        def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
+            updates, state = transformation.update(gradients, state, params)
+            return updates, state, optax.apply_updates(params, updates)
+
+        with _optax_promotion():
+            self._params, self._state = params, transformation.init(params)
+            self._update = _prepared(update, params, self._state, params)
+
+    def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
+        """The arrays of the updates and of the new state, by their paths."""
+        with _optax_promotion():
+            updates, self._state, self._params = self._update(gradients, self._state, self._params)
+        return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
+
+
+def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
+    """The function traced once, then run operation by operation: for a few tiny steps far quicker than compiling, unless it loops."""
+    closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    run = jaxpr_as_fun(closed)
+    if re.search(r"\b(while|scan|cond)\[", str(closed)):
+        run = jax.jit(run)
+    form = jax.tree.structure(output)
+    return lambda *arguments: jax.tree.unflatten(form, run(*jax.tree.leaves(arguments)))
+
+
+def _tiny(spec: Any) -> jax.Array:
+    """An array with the dtype and the number of dims of `spec` and at most two entries in each dim, so small that tiny updates show."""
+    shape = tuple(min(size, 2) for size in spec.shape)
+    return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
+
+
+def _gradients(params: Mapping[str, Tree], ids: list[str], step: int) -> dict[str, Tree]:
+    generator = np.random.default_rng(step)
+    gradients = dict(params)
+    for number, layer_id in enumerate(ids):
+        size = 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
+        if step == _NAN_STEP and number == step % len(ids):
+            size = np.nan
+        gradients[layer_id] = jax.tree.map(lambda leaf, size=size: _noise(generator, leaf, size), params[layer_id])
+    return gradients
+
+
+def _noise(generator: np.random.Generator, leaf: jax.Array, size: float) -> jax.Array:
+    largest = float(jnp.finfo(leaf.dtype).max) / 8
+    return jnp.asarray(np.clip(size * generator.normal(size=leaf.shape), -largest, largest), leaf.dtype)
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.all(a == b))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.abs(a[np.isfinite(a)])
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * finite.max(initial=0.0), equal_nan=True))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

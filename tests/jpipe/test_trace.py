@@ -1,0 +1,144 @@
+"""What the tracer measures of a running pipeline."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import Event, InputError, Pipeline, Plan, StageCost, Tracer, Window, cut_window, fit_costs, lower, simulate
+from jpipe._program import Forward
+from tests.jpipe import models
+from tests.jpipe.running import check_equal
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+M = 4
+
+
+def traced(variant, steps, devices=None, clip=None):
+    """(plan, pipeline, batch, trace of all `steps`, the state after them)."""
+    stack = models.rich_stack()
+    plan = Plan.even(stack.ids, 3, microbatches=M, **models.VARIANTS[variant])
+    pipe = Pipeline(stack, plan, models.masked_squares, optax.adam(1e-2), devices, clip_global_norm=clip)
+    batches = models.masked_batches(steps, M)
+    state, tracer = pipe.init(jax.random.key(0), batches[0]), Tracer(plan)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=tracer)
+    state = pipe.drain(state, observe=tracer)
+    return plan, pipe, batches[0], tracer.finish(), state
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_a_trace_holds_what_the_schedule_says(variant):
+    plan, pipe, batch, trace, _ = traced(variant, 5)
+    prediction = simulate(lower(plan, 5), pipe.costs(batch))
+    for found, expected in zip(trace.timeline, prediction.timeline, strict=True):
+        assert [(*span[:3], span.updates) for span in found] == [(*span[:3], span.updates) for span in expected]
+        ends = [time for span in found for time in (span.start, span.end, span.update_start, span.update_end)]
+        assert ends == sorted(ends)  # nothing overlaps on a worker
+    starts = {(s, *span[:2]): span.start for s, spans in enumerate(trace.timeline) for span in spans}
+    ends = {(s, *span[:2]): span.end for s, spans in enumerate(trace.timeline) for span in spans}
+    for (s, op, k), start in starts.items():
+        if op == "B":
+            before = max(ends.get((s + 1, after, k), 0.0) for after in ("B", "FB"))
+        else:
+            before = ends[s - 1, "F", k] if s > 0 else 0.0
+        assert start >= min(before, ends[s, op, k])  # the threads that note the ends of two short computations may change places
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_measured_memory_is_the_predicted_one(variant):
+    """After each computation of each worker, part by part; the order of the workers among each other does not matter."""
+    plan, pipe, batch, trace, _ = traced(variant, 5)
+    prediction = simulate(lower(plan, 5), pipe.costs(batch))
+    for found, expected in zip(trace.memory, prediction.memory, strict=True):
+        for a, b in zip(found, expected[1:], strict=True):  # but for the beginning, which a trace does not know
+            assert (a.weights, a.optimizer, a.gradients) == (b.weights, b.optimizer, b.gradients)
+            assert abs(a.residuals - b.residuals) <= 64
+        assert [s.time for s in found] == sorted(s.time for s in found)
+
+
+def test_tracing_changes_no_numbers():
+    _, pipe, _, _, state = traced("pipedream_2bw", 4)
+    again = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
+    for batch in models.masked_batches(4, M):
+        again, _ = pipe.step(again, batch)
+    check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
+
+
+def test_stages_that_share_a_device_take_turns():
+    device = jax.devices()[0]
+    _, _, _, trace, _ = traced("gpipe", 3, [device, device, jax.devices()[1]])
+    spans = sorted((span.end, span.start) for spans in trace.timeline[:2] for span in spans)
+    assert all(before[0] <= after[1] for before, after in itertools.pairwise(spans))
+
+
+def test_an_update_that_clips_waits_for_the_first_stage():
+    _, _, _, trace, _ = traced("gpipe", 3, clip=1.0)
+    for batch in range(3):
+        norm = [span for span in trace.timeline[0] if span.updates][batch].end
+        assert all([span for span in spans if span.updates][batch].update_start >= norm for spans in trace.timeline)
+
+
+def test_a_computation_that_fails_is_told_by_finish():
+    plan, _, _, _, state = traced("gpipe", 1)
+    tracer, failed = Tracer(plan), jnp.zeros(())
+    failed.delete()  # waiting for it raises, as waiting for a computation does that ran out of memory
+    tracer(Event(Forward(0, 0, 0), failed, state.workers[0]))
+    with pytest.raises(RuntimeError, match="deleted"):
+        tracer.finish()
+
+
+# Windows and costs ------------------------------------------------------------------------------------------------------
+
+
+def run_of(schedule, costs, batches=8, **options):
+    plan = Plan.even("abcd", 4, schedule, M)
+    return simulate(lower(plan, batches, **options), costs)
+
+
+def test_a_window_of_a_full_pipeline_has_no_bubble():
+    prediction = run_of("pipedream_2bw", [StageCost(update=0.5)] * 4)
+    window = cut_window(prediction.timeline, prediction.memory, M, 3, 2)
+    assert (window.step_seconds, window.batches) == (M * 3 + 0.5, 2)
+    assert abs(window.bubble) < 1e-12
+
+
+def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
+    """(d - 1) / (m + d - 1), section 2.3 of GPipe."""
+    prediction = run_of("gpipe", None)
+    window = cut_window(prediction.timeline, prediction.memory, M, 2, 3)
+    assert np.isclose(window.bubble, 3 / (M + 3))
+    assert window.step_seconds == 3 * (M + 3)
+
+
+def test_a_window_keeps_what_was_held_before_it():
+    prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, sums=10, residuals=3, inputs=1)] * 4)
+    window = cut_window(prediction.timeline, prediction.memory, M, 2, 2)
+    assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)
+    assert isinstance(window, Window)
+    assert window.peak_bytes[1] == 40 + 3 * M + 0  # all forwards done, no inputs waiting
+
+
+def test_a_window_outside_of_the_run_is_refused():
+    prediction = run_of("gpipe", None, batches=3)
+    with pytest.raises(InputError, match="cut_window: expected a run that holds the batches 1 to 3, found none of microbatch 12"):
+        cut_window(prediction.timeline, prediction.memory, M, 1, 2)
+
+
+def test_costs_fitted_to_a_timeline_give_that_timeline():
+    costs = [StageCost(forward=1.0 + s, backward=2.5 + s, update=0.25 * s) for s in range(4)]
+    guess = [StageCost(forward=4.0, backward=8.0, weights=7)] * 3 + [StageCost(forward=4.0, backward=22.0 / 4 * 4.0 / 4 * 1.0)]
+    for schedule in ("gpipe", "pipedream_2bw"):
+        prediction = run_of(schedule, costs)
+        fitted = fit_costs(guess, prediction.timeline)
+        assert [cost.weights for cost in fitted] == [7, 7, 7, 0]
+        again = run_of(schedule, fitted)
+        check_equal(
+            jax.tree.map(jnp.float32, [s.end for s in again.timeline[0]]),
+            jax.tree.map(jnp.float32, [s.end for s in prediction.timeline[0]]),
+        )
