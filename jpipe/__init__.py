@@ -9,7 +9,7 @@ from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
-from jpipe._lower import lower
+from jpipe._lower import batches_until_full, lower
 from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Evaluation, Metrics, Pipeline
 from jpipe._plan import RECOMPUTE, Plan, Stage
@@ -18,7 +18,7 @@ from jpipe._runtime import Event
 from jpipe._simulate import Prediction, ProgramError, simulate
 from jpipe._state import State, WorkerState
 from jpipe._trace import Trace, Tracer, fit_costs
-from jpipe._window import Window, cut_window
+from jpipe._window import Window, cut_window, predict_window
 from jpipe.schedules import SCHEDULES, Schedule
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Schedule",
     "Program",
     "lower",
+    "batches_until_full",
     "LayerCost",
     "StageCost",
     "Link",
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "MemoryTimeline",
     "Window",
     "cut_window",
+    "predict_window",
     "to_perfetto",
     "draw_timeline",
     "draw_memory",

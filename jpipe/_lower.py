@@ -59,6 +59,12 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     return Program(plan, start, begin, batches, drain, clips, tuple(instructions[i] for i in in_time))
 
 
+def batches_until_full(plan: Plan) -> int:
+    """After so many batches since the pipeline was empty, every step does the same, one batch later."""
+    in_flight = SCHEDULES[plan.schedule].in_flight(plan, 0)
+    return -(-(in_flight - 1) // plan.microbatches) + 1
+
+
 def lower_evaluation(plan: Plan, microbatches: int, version: int) -> Program:
     """Write the programs that run `microbatches` forward only, at one weight version, through all stages."""
     last = plan.depth - 1

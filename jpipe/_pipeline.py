@@ -15,7 +15,7 @@ from jpipe._compile import CompiledStage, compile_initializers, compile_stages
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, key_spec, spec_of
-from jpipe._lower import lower, lower_evaluation
+from jpipe._lower import batches_until_full, lower, lower_evaluation
 from jpipe._optimizer import LayerwiseOptimizer, check_splittable
 from jpipe._plan import Plan
 from jpipe._program import Program
@@ -210,7 +210,9 @@ class Pipeline:
 
         Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled.
         """
-        costs = [measure_bytes(f, f.stage.recompute != "none") for f in self._functions(batch)]
+        compiled = self._spec is not None and self._spec == _microbatch_spec(batch, self.plan.microbatches)
+        functions = [stage.functions for stage in self._stages] if compiled else self._functions(batch)
+        costs = [measure_bytes(f, f.stage.recompute != "none") for f in functions]
         if self._stages:
             costs = [dataclasses.replace(cost, temporary=stage.temporary_bytes) for cost, stage in zip(costs, self._stages, strict=True)]
         return tuple(costs)
@@ -275,9 +277,7 @@ class Pipeline:
 
     @cached_property
     def _horizon(self) -> int:
-        """After so many batches since the pipeline was empty, every step runs the same program, shifted."""
-        in_flight = SCHEDULES[self.plan.schedule].in_flight(self.plan, 0)
-        return -(-(in_flight - 1) // self.plan.microbatches) + 1
+        return batches_until_full(self.plan)
 
     def _program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
         """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jpipe._costs import StageCost
 from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe._lower import batches_until_full, lower
+from jpipe._plan import Plan
+from jpipe._simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,22 @@ def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, fi
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
     samples = tuple(_cut_samples(row, begin, end) for row in memory)
     return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
+
+
+def predict_window(plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False) -> Window:
+    """The window that `cut_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
+
+    Args:
+        plan: what runs.
+        costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
+        first: the batch whose entry is the beginning, counted as in the run.
+        batches: how many batches later the window ends.
+        clips: whether the pipeline clips by the global norm.
+    """
+    start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in its stride when the window begins
+    program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
+    prediction = simulate(program, costs)
+    return cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 
 def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:

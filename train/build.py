@@ -18,7 +18,7 @@ from train.progress import Reporter
 
 
 def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
-    """What `config` describes. Nothing has run on a device, but JAX knows how many devices it needs.
+    """What `config` describes, wherever it is to run. Nothing ran on a device, but JAX knows how many devices it needs.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -32,16 +32,27 @@ def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
             batches = data.load(config)
-        batch = batches.train[0]
-        microbatch = jax.tree.map(lambda rows: rows[: config.train.batch_size // plan.microbatches], batch[0])
-        params = {layer_id: layer.params for layer_id, layer in stack.specs(microbatch).items()}
-        rule = optimizer(config.optimizer, config.train.steps, params)
-        clip = config.optimizer.clip_global_norm
-        options: dict[str, Any] = {} if clip is None else {"clip_global_norm": clip}
-        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
-        pipe.check(batch)
-        check_memory(params, rule, devices_that_start(pipe))
+        rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, clip_global_norm=config.optimizer.clip_global_norm)
     return pipe, batches
+
+
+def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> None:
+    """Refuse what cannot run here: missing devices, too little memory, a loss or an optimizer that does not fit.
+
+    Raises:
+        jpipe.InputError: any of these.
+    """
+    batch = batches.train[0]
+    with plan_file_named(config.plan.file):
+        check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, devices_that_start(pipe))
+        pipe.check(batch)
+
+
+def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters, by layer id."""
+    microbatch = jax.tree.map(lambda rows: rows[: len(rows) // plan.microbatches], batch[0])
+    return {layer_id: layer.params for layer_id, layer in stack.specs(microbatch).items()}
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:

@@ -35,7 +35,7 @@ def train(
         loop.main(config_file.load(config, overrides, allow_code=allow_code))
     except InputError as error:
         return _fail(error, 2)
-    except loop.NonFiniteLoss as error:
+    except loop.RunStopped as error:
         return _fail(error, 1)
     return 0
 

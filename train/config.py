@@ -83,13 +83,17 @@ class DataConfig(_OwnCode):
 
 
 class TrainConfig(_Section):
-    """How long and in what portions: `batch_size` sequences a step; validation at step 0, every `eval_every` steps and at the end."""
+    """How long and in what portions: `batch_size` sequences a step; validation at step 0, every `eval_every` steps and at the end.
+
+    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
+    """
 
     steps: Count = 200
     batch_size: Count = 32
     log_every: Count = 1
     eval_every: Count = 50
     eval_batches: Count = 4
+    trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
 
 
 class ModelConfig(_OwnCode):

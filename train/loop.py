@@ -1,72 +1,87 @@
-"""A whole run, top to bottom: what is built, the run folder, the training loop."""
+"""A whole run, top to bottom: what is built, the run folder, the training loop, the report."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 import jpipe
-from train import data, interrupt
-from train.build import build
+from train import data, interrupt, report
+from train.build import build, check
 from train.config import Config, TrainConfig
+from train.measure import Measure
 from train.progress import Reporter
 from train.run_folder import RunFolder
+from train.tensorboard import TensorBoard
 
 
-class NonFiniteLoss(RuntimeError):
-    """A loss became infinite or not a number, and the run stopped."""
+class RunStopped(RuntimeError):
+    """The run could not go on; what came before is in its folder."""
+
+
+class NonFiniteLoss(RunStopped):
+    """A loss became infinite or not a number."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: validation losses, the time it took, where it was written."""
+    """What a run came to: validation losses, the time it took, where it was written, and the last measured window, if any."""
 
     steps: int
     val_loss_before: float
     val_loss_after: float
     seconds: float
     folder: Path
+    predicted: jpipe.Window | None
+    measured: jpipe.Window | None
 
 
 def main(config: Config) -> Summary:
     """Train as `config` says.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing ran on a device and no folder was made.
-        NonFiniteLoss: training diverged; the run folder holds what came before.
+        jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
+        RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
     interrupt.check()
     reporter = Reporter(config.train.steps, *data.portion(config))
     pipe, batches = build(config, reporter)
+    check(config, pipe, batches)
     plan = pipe.plan
     interrupt.check()
     with interrupt.held():  # a folder is made whole or not at all
         folder = RunFolder(config, plan)
     try:
-        with folder:
+        with folder, TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
             interrupt.check()
             reporter.say(
                 f"data: {batches.source}; plan: {plan.depth} stages, {plan.schedule}; {config.train.steps} steps; run folder: {folder.path}"
             )
             with reporter.phase(f"compiling {plan.depth} stages"):
                 state = pipe.init(jax.random.key(config.seed), batches.train[0])
-            with reporter.training():
-                summary = train(config, pipe, state, batches, folder, reporter)
+                sizes = pipe.costs(batches.train[0])
+            measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches)
+            log = MetricsLog(config.train, folder, tensorboard, reporter, measure)
+            try:
+                with reporter.training():
+                    summary = train(config, pipe, state, batches, log, measure)
+            finally:
+                with interrupt.held():
+                    write_report(config, pipe, folder, measure, reporter)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
             raise KeyboardInterrupt(f"interrupted; the steps logged so far are in {folder.path}") from None
+        if isinstance(error, (OSError, jax.errors.JaxRuntimeError)):
+            raise RunStopped(f"{_reason(error)}; the steps logged so far are in {folder.path}") from error
         raise
-    reporter.say(
-        f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{data.loss_unit(config)}; the run is in {summary.folder}"
-    )
+    tell(summary, data.loss_unit(config), reporter)
     return summary
 
 
-def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, folder: RunFolder, reporter: Reporter) -> Summary:
+def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, log: "MetricsLog", measure: Measure) -> Summary:
     """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
 
     In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
@@ -77,48 +92,68 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
     steps, every = config.train.steps, config.train.eval_every
     held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
     interrupt.check()
-    log = MetricsLog(config.train, folder, reporter)
     before = [pipe.evaluate(state, batch) for batch in held_out]
     log.validation(0, before)
-    finished: Mapping[int, jax.Array] = {}
+    finished: jpipe.Metrics | None = None
     for step in range(steps):
         interrupt.check()
         if step > 0 and step % every == 0:
             log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
-        state, metrics = pipe.step(state, batches.train[step])
-        log.losses(finished)  # of the step before: reading a loss waits for it, and the devices have this step's work meanwhile
-        finished = metrics.losses
+        state, metrics = pipe.step(state, batches.train[step], observe=measure.observer(step))
+        log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
+        finished = metrics
     interrupt.check()
+    measure.finish()
     state = pipe.drain(state)
     after = [pipe.evaluate(state, batch) for batch in held_out]
     log.validation(steps - 1, after)
-    log.losses(finished)
+    log.finished(finished)
     interrupt.check()
-    return Summary(steps, mean_loss(before), mean_loss(after), reporter.seconds, folder.path)
+    return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
 
 
 class MetricsLog:
-    """Turns losses, as they come in, into rows of `metrics.jsonl` and words on the screen."""
+    """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, reporter: Reporter) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, tensorboard: TensorBoard, reporter: Reporter, measure: Measure) -> None:
         self._config = config
         self._folder = folder
+        self._tensorboard = tensorboard
         self._reporter = reporter
+        self._measure = measure
         self._validation: dict[int, Sequence[jpipe.Evaluation]] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, start-up included."""
+        return self._reporter.seconds
+
+    @property
+    def folder(self) -> Path:
+        """Where the rows are written."""
+        return self._folder.path
 
     def validation(self, step: int, evaluations: Sequence[jpipe.Evaluation]) -> None:
         """These go into the row of `step`; nothing waits for them yet."""
         self._validation[step] = evaluations
 
-    def losses(self, losses: Mapping[int, jax.Array]) -> None:
-        """Wait for the losses of these batches and write their rows."""
-        for step, loss in losses.items():
+    def finished(self, metrics: jpipe.Metrics | None) -> None:
+        """Wait for these losses and write their rows."""
+        if metrics is None:
+            return
+        for step, loss in metrics.losses.items():
             row = {"step": step, "loss": self._finite(step, "loss", float(loss))}
+            if step in metrics.norms:
+                row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
             if step in self._validation:
                 row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
+            measured = self._measure.measured
+            bubble = None if measured is None else measured.bubble
+            self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
             if step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row:
                 self._folder.log(row)
-            self._reporter.step(step, row["loss"], row.get("val_loss"))
+                speed = {f"{self._reporter.unit}_per_second": self._reporter.speed} | ({} if bubble is None else {"bubble": bubble})
+                self._tensorboard.write(step, {name: value for name, value in row.items() if name != "step"} | speed)
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
@@ -133,3 +168,45 @@ def mean_loss(evaluations: Sequence[jpipe.Evaluation]) -> float:
     """The loss over all the batches, each counting for its weight."""
     weights = [float(evaluation.weight) for evaluation in evaluations]
     return sum(float(e.loss) * weight for e, weight in zip(evaluations, weights, strict=True)) / sum(weights)
+
+
+def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:
+    """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
+    plan, devices = pipe.plan, pipe.devices
+    facts = {
+        "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
+        "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
+        "batch": f"{config.train.batch_size} in {plan.microbatches} microbatches",
+        "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
+        "optimizer": config.optimizer.name,
+        "steps": str(config.train.steps),
+        "devices": f"{len(set(devices))} × {devices[0].device_kind}",
+        "seed": str(config.seed),
+        "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
+    }
+    unit = data.loss_unit(config).strip() or "loss"
+    try:
+        with reporter.phase("drawing the report"):
+            title = f"jpipe run {folder.path.name}"
+            report.write_report(folder.path, report.Report(title, facts, folder.rows(), measure.predicted, measure.measured, unit))
+    except OSError as error:
+        reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
+
+
+def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
+    """The last words of a run."""
+    if summary.measured is not None:
+        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
+    reporter.say(
+        f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}, look at {summary.folder / 'report.html'}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What a device or the disk says, in one line."""
+    if isinstance(error, OSError):
+        return f"the run folder cannot be written: {error.strerror or error}"
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in first_line else ""
+    return f"a device failed: {first_line}{hint}"

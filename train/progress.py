@@ -1,11 +1,12 @@
 """What a person sees of a run: phases, a bar with loss and speed on a terminal, plain lines everywhere else."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 class Reporter:
@@ -15,17 +16,27 @@ class Reporter:
         self._console = console or Console(highlight=False)
         self._steps = steps
         self._per_step = per_step
-        self._unit = unit
+        self.unit = unit
         self._every = max(1, steps // 20)  # without a bar, about twenty lines a run
         self._began = time.perf_counter()
         self._training_began = self._began
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task: TaskID | None = None
+        self._done = 0  # steps
 
     def say(self, words: str) -> None:
         """Print one line, above the bar if there is one."""
         self._console.print(words, markup=False, soft_wrap=True)
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print rows of words in straight columns; the first column holds their names."""
+        table = Table(box=None, pad_edge=False)
+        for i, name in enumerate(head):
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
 
     @contextmanager
     def phase(self, words: str) -> Iterator[None]:
@@ -50,10 +61,13 @@ class Reporter:
             self._task = self._bar.add_task("", total=self._steps)
             yield
 
-    def step(self, step: int, loss: float, val_loss: float | None) -> None:
-        """Step `step` (from 0) is finished."""
-        speed = self._per_step * (step + 1) / (time.perf_counter() - self._training_began)
-        words = f"loss {loss:.3f}  {speed:,.0f} {self._unit}/s"
+    def step(self, step: int, loss: float, val_loss: float | None, bubble: float | None = None) -> None:
+        """Step `step` (from 0) is finished; `bubble` is the last that was measured."""
+        self._done = step + 1
+        now = time.perf_counter()
+        words = f"loss {loss:.3f}  {self.speed:,.0f} {self.unit}/s" + ("" if bubble is None else f"  bubble {bubble:.0%}")
+        if self._bar is None:
+            words += f"  {_clock((self._steps - step - 1) * (now - self._training_began) / (step + 1))} left"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step + 1, description=words)
             if val_loss is not None:
@@ -64,6 +78,18 @@ class Reporter:
             self.say(f"step {step}  {words}")
 
     @property
+    def speed(self) -> float:
+        """Tokens or samples a second since the training began, evaluations included."""
+        return self._per_step * self._done / (time.perf_counter() - self._training_began)
+
+    @property
     def seconds(self) -> float:
         """Since the run began, start-up included."""
         return time.perf_counter() - self._began
+
+
+def _clock(seconds: float) -> str:
+    """`0:07`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

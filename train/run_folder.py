@@ -40,9 +40,17 @@ class RunFolder:
             raise InputError(f"run.dir: cannot write '{error.filename}': {error.strerror}; choose another folder") from None
 
     def log(self, row: Mapping[str, int | float]) -> None:
-        """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns."""
+        """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
+
+    def rows(self) -> list[dict[str, int | float]]:
+        """What was logged so far."""
+        return [json.loads(line) for line in (self.path / _METRICS).read_text(encoding="utf-8").splitlines()]
 
     def __enter__(self) -> "RunFolder":
         return self

@@ -1,6 +1,5 @@
 """What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, on paper; no device is touched."""
 
-import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ def main(
     if png is not None and Path(png).suffix.lower() != ".png":
         raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
     plan, costs = read(source, overrides, allow_code)
-    warm_up = batches_until_full(plan)
+    warm_up = jpipe.batches_until_full(plan)
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
     prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
@@ -108,11 +107,6 @@ def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, .
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
     pipe, batches = build(config, silent)
     return pipe.plan, pipe.costs(batches.train[0])
-
-
-def batches_until_full(plan: jpipe.Plan) -> int:
-    """How many batches enter before the first one leaves the first stage again."""
-    return math.ceil((jpipe.SCHEDULES[plan.schedule].in_flight(plan, 0) - 1) / plan.microbatches) + 1
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:
