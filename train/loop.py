@@ -199,7 +199,7 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
     reporter.say(
         f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}, look at {summary.folder / 'report.html'}"
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}; open its report.html"
     )
 
 

@@ -149,8 +149,8 @@ def _comparison_table(report: Report) -> str:
         return _note("No batches of this run were simulated or traced, so there is nothing to compare.")
     table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured))
     return table + _note(
-        "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with sizes "
-        "from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
+        "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
+        "sizes from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
         + " ".join(f"{name.capitalize()}: {window.batches} batches." for name, window in report.windows.items())
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from tests.train.conftest import SENTENCE, changed
 from train import build, config_file, data, gpt, loop
 from train.optimizer import optimizer
 from train.run_folder import RunFolder
+
+FILES = {"config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
+FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -38,7 +42,7 @@ def test_a_run_learns_and_writes_what_it_did(tiny):
 
 def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     folder = loop.main(changed(tiny)).folder
-    assert {entry.name for entry in folder.iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl"}
+    assert {entry.name for entry in folder.iterdir()} == FILES
     resolved = config_file.load(folder / "config.yaml")
     assert resolved == changed(tiny)
     plan = jpipe.Plan.from_json((folder / "plan.json").read_text())
@@ -107,7 +111,7 @@ def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
 def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     folder = loop.main(changed(tiny)).folder
     lines = capsys.readouterr().out.splitlines()
-    phases, steps = lines[:5], lines[5:-1]
+    phases, steps, end = lines[:5], lines[5:10], lines[10:]
     assert [line.split(":")[0] for line in phases] == [
         "reading the data …",
         "reading the data",
@@ -116,16 +120,60 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
         "compiling 2 stages",
     ]
     assert [line.split()[1] for line in steps] == ["0", "1", "2", "3", "4"]
-    assert all("tokens/s" in line for line in steps)
+    assert all(re.search(r"loss \d\.\d+  [\d,]+ tokens/s  (bubble -?\d+%  )?\d+:\d\d left", line) for line in steps)
+    assert "bubble" in steps[-1]
     assert "validation loss" in steps[0]
-    assert lines[-1].endswith(f"the run is in {folder}")
+    assert [line.split(":")[0] for line in end[:2]] == ["drawing the report …", "drawing the report"]
+    assert end[2].split() == ["predicted", "measured", "ratio"]
+    assert [line.rpartition("  ")[0].split("  ")[0] for line in end[3:-1]] == [
+        "time of a step",
+        "bubble (idle share)",
+        "peak memory, worker 0",
+        "peak memory, worker 1",
+    ]
+    assert end[-1].endswith(f"the run is in {folder}; open its report.html")
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_rest(tiny, monkeypatch):
-    monkeypatch.setattr(loop.MetricsLog, "losses", _poisoned(loop.MetricsLog.losses))
+    monkeypatch.setattr(loop.MetricsLog, "finished", _poisoned(loop.MetricsLog.finished))
     with pytest.raises(loop.NonFiniteLoss, match=r"step 3: the loss is nan; lower optimizer\.learning_rate"):
         loop.main(changed(tiny))
     assert [row["step"] for row in rows_of(tiny_folder(tiny))] == [0, 1, 2]
+    assert "report.html" in {entry.name for entry in tiny_folder(tiny).iterdir()}
+
+
+def test_a_full_disk_stops_the_run_with_a_message(tiny, monkeypatch):
+    def full(self, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "log", full)
+    with pytest.raises(loop.RunStopped, match=r"the run folder cannot be written: No space left on device; the steps logged so far are in"):
+        loop.main(changed(tiny))
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tiny, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.report, "write_report", full)
+    assert loop.main(changed(tiny)).steps == 5
+    assert "report: cannot write in" in capsys.readouterr().out
+
+
+def test_a_device_that_fails_is_told(tiny, monkeypatch):
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+
+    monkeypatch.setattr(jpipe.Pipeline, "step", fails)
+    with pytest.raises(
+        loop.RunStopped, match=r"a device failed: RESOURCE_EXHAUSTED: .* 99 bytes\.; use more stages, recomputation or smaller"
+    ):
+        loop.main(changed(tiny))
+
+
+def test_clipping_logs_the_norms(tiny):
+    config = changed(tiny, plan={"schedule": "gpipe"}, optimizer={"clip_global_norm": 0.1})
+    assert all(row["gradient_norm"] > 0.1 for row in rows_of(loop.main(config).folder))
 
 
 def test_a_learning_rate_far_too_high_is_noticed(tiny):
@@ -176,10 +224,13 @@ def tiny_folder(tiny):
     return config_file.Path(tiny["run"]["dir"])
 
 
-def _poisoned(losses):
-    """Like `MetricsLog.losses`, but the loss of step 3 is not a number."""
+def _poisoned(finished):
+    """Like `MetricsLog.finished`, but the loss of step 3 is not a number."""
 
-    def poisoned(self, found):
-        return losses(self, {step: loss * np.float32("nan" if step == 3 else 1) for step, loss in found.items()})
+    def poisoned(self, metrics):
+        if metrics is not None:
+            losses = {step: loss * np.float32("nan" if step == 3 else 1) for step, loss in metrics.losses.items()}
+            metrics = metrics._replace(losses=losses)
+        return finished(self, metrics)
 
     return poisoned

@@ -1,0 +1,78 @@
+"""Which steps of a run are measured."""
+
+import pytest
+
+import jpipe
+from tests.train.conftest import changed
+from train import build, loop
+from train.measure import Measure
+from train.progress import Reporter
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+class Recorded(jpipe.Tracer):
+    """In place of a tracer: nothing is measured."""
+
+    def __init__(self, plan):
+        pass
+
+
+def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
+    """(traced steps, first batch and number of batches) of each window."""
+    pipe, _ = build.build(changed(tiny, plan={"schedule": schedule}), Reporter(1, 1, "tokens"))
+    measure, found = Measure(pipe, (), steps, every, batches), []
+
+    def finish():
+        if measure._tracer is not None:
+            found[-1] += ((measure._first, measure._batches),)
+            measure._tracer, measure.measured = None, "measured"
+
+    monkeypatch.setattr(jpipe, "Tracer", Recorded)
+    monkeypatch.setattr(measure, "finish", finish)
+    last = None
+    for step in range(steps):
+        tracer = measure.observer(step)
+        if tracer is not None and tracer is not last:
+            found.append(([],))
+        if tracer is not None:
+            found[-1][0].append(step)
+        last = tracer
+    finish()
+    return found
+
+
+def test_windows_come_when_the_pipeline_is_full_and_after_evaluations(monkeypatch, tiny):
+    assert windows(monkeypatch, tiny, steps=30, every=10, batches=3) == [
+        ([2, 3, 4, 5, 6], (3, 3)),
+        ([10, 11, 12, 13, 14], (11, 3)),
+        ([20, 21, 22, 23, 24], (21, 3)),
+    ]
+
+
+def test_short_runs_have_short_windows(monkeypatch, tiny):
+    assert windows(monkeypatch, tiny, steps=5, every=50, batches=3) == [([2, 3, 4], (3, 1))]
+    assert windows(monkeypatch, tiny, steps=4, every=50, batches=3) == []
+
+
+def test_no_evaluation_falls_into_a_window_if_that_can_be(monkeypatch, tiny):
+    assert windows(monkeypatch, tiny, steps=20, every=6, batches=3)[0] == ([6, 7, 8, 9, 10], (7, 3))
+    assert windows(monkeypatch, tiny, steps=20, every=2, batches=3) == [([2, 3, 4, 5, 6], (3, 3))]
+
+
+def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
+    assert windows(monkeypatch, tiny, steps=30, every=10, batches=0) == []
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
+    summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))
+    predicted, measured = summary.predicted, summary.measured
+    assert predicted.batches == measured.batches == 3
+    assert abs(predicted.bubble - measured.bubble) < 1  # both are shares; the devices of a busy machine may do anything
+    assert predicted.timeline[0][0][:3] == measured.timeline[0][0][:3]  # the same computation enters
+    for a, b in zip(predicted.memory, measured.memory, strict=True):
+        assert {sample.optimizer for sample in a} == {sample.optimizer for sample in b}
+        most = [max(sample.residuals for sample in samples) for samples in (a, b)]
+        assert abs(most[0] - most[1]) <= 64
