@@ -2,14 +2,25 @@
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pydantic
 
 
 class InputError(ValueError):
-    """Something the caller gave does not fit: the message says where, what was expected, what was found, what to change."""
+    """Something the caller gave does not fit: the message says where, what was expected, what was found, what to change.
+
+    Args:
+        lines: one for each problem. A line stays a line, and text of a stranger's in it cannot drive a terminal: what is not
+            printable is written as an escape.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -48,8 +59,7 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
         found = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
-                fields = _fields_at(model, problem["loc"][:-1])
-                lines.append(f"{where}: unknown key '{at}'; {nearest(str(problem['loc'][-1]), fields)}")
+                lines.append(f"{where}: unknown key '{at}'; {_nearest_key(model, problem['loc'])}")
             case "missing":
                 lines.append(f"{where}: key '{at}' is missing; add it")
             case "too_short":
@@ -59,15 +69,16 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
                 lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
             case _:
                 expected = problem["msg"].removeprefix("Input should be ")
-                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {_short(found)}")
-    return InputError("\n".join(lines))
+                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {short(found)}")
+    return InputError(*lines)
 
 
 def _is_inside(location: Sequence[str | int], outer: Sequence[str | int]) -> bool:
     return len(location) > len(outer) and tuple(location[: len(outer)]) == tuple(outer)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """The value in at most 80 characters."""
     try:
         text = _REPR.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -77,6 +88,30 @@ def _short(value: Any) -> str:
 
 _REPR = reprlib.Repr()  # its time does not grow with the value
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def _nearest_key(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> str:
+    """The hint after the unknown key at `location`: the full path of the key that was meant, even if it belongs elsewhere."""
+    key, last, inside = ".".join(map(str, location)), str(location[-1]), location[:-1]
+    siblings = _fields_at(model, inside)
+    known = [*(".".join(map(str, (*inside, field))) for field in siblings), *_keys_of(model)]
+    if key in known:
+        section, _, name = last.rpartition(".")
+        return f"write '{name}' inside of '{section}', without the dot"
+    alike = [other for other in known if _likeness(last, other.rpartition(".")[2]) >= 0.5]
+    return f"did you mean '{max(alike, key=lambda other: _likeness(key, other))}'?" if alike else nearest(last, siblings)
+
+
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word.casefold(), other.casefold()).ratio()
+
+
+def _keys_of(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
+    """The paths of all fields of a model and of the models in it."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
+            yield from _keys_of(field.annotation, f"{prefix}{name}.")
 
 
 def _fields_at(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:

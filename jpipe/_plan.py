@@ -1,13 +1,14 @@
 """What to run, as plain JSON data: stages, schedule, microbatches, recomputation. It has no algorithm; it only refuses what cannot run."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from jpipe._errors import InputError, explain, nearest
+from jpipe._errors import InputError, explain, nearest, short
 from jpipe.schedules import SCHEDULES
 
 FORMAT = "jpipe-plan/1"
@@ -26,7 +27,7 @@ class Stage(pydantic.BaseModel):
     """Consecutive layers, by id, that one worker (or several replicas of it) runs.
 
     Attributes:
-        layers: ids of the layers, in order; at least one.
+        layers: ids of the layers, in order, of printable characters; at least one.
         replicas: number of workers that share the stage, 1 by default.
         recompute: one of `RECOMPUTE`, "none" by default.
     """
@@ -53,7 +54,7 @@ class Plan(pydantic.BaseModel):
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
         schedule: a name of `jpipe.SCHEDULES`.
-        microbatches: m, the number of microbatches between two updates, at least 1.
+        microbatches: m, the number of microbatches between two updates, 1 to 10^9.
         stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
         extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
         vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
@@ -67,7 +68,7 @@ class Plan(pydantic.BaseModel):
 
     format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
     schedule: str
-    microbatches: Annotated[int, Field(ge=1)]
+    microbatches: Annotated[int, Field(ge=1, le=10**9)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
@@ -88,6 +89,8 @@ class Plan(pydantic.BaseModel):
         owner: dict[str, int] = {}
         for s, stage in enumerate(self.stages):
             for layer_id in stage.layers:
+                if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
+                    raise ValueError(f"stages.{s}.layers: expected names of printable characters, found {short(layer_id)}")
                 if layer_id in owner:
                     raise ValueError(
                         f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
@@ -192,7 +195,7 @@ class Plan(pydantic.BaseModel):
             InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             raise InputError(
                 f"{where}: expected a plan as JSON, found text that is none or is cut off "
@@ -203,9 +206,22 @@ class Plan(pydantic.BaseModel):
                 f"{where}: expected a plan as JSON, found text nested too deeply, or a number of thousands of digits"
             ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a plan of jpipe?')
+            found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
+            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found}; is this a plan of jpipe?')
         try:
             return cls(**data)
         except InputError as error:
-            raise InputError("\n".join(where + line.removeprefix("plan") for line in str(error).splitlines())) from None
+            raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
+
+
+class _Twice:
+    """What JSON says of a key that is there twice. No field takes it, so that it is refused in its place."""
+
+    def __repr__(self) -> str:
+        return "the key twice"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; of a key that is there twice, `json` by itself takes the last without a word."""
+    times = Counter(key for key, _ in pairs)
+    return {key: value if times[key] == 1 else _Twice() for key, value in pairs}

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import math
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -71,8 +72,8 @@ def converted(function: Callable[..., Any], name: str, given: Mapping[str, Any])
         words, convert = kind
         try:
             values[key] = convert(value)
-        except (TypeError, ValueError, KeyError):
-            raise ValueError(f"'{key}' of '{name}': expected {words}, found {value!r}") from None
+        except (TypeError, ValueError, KeyError, OverflowError):
+            raise ValueError(f"'{key}' of '{name}': expected {words}, found {reprlib.repr(value)}") from None
         if isinstance(parameters[key].default, float) and isinstance(values[key], int):
             values[key] = float(values[key])
     return values
@@ -95,7 +96,7 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, Callable[[Any], Any]] | 
     if tuple in origins:
         return "a list of numbers", _numbers
     if dict in origins:
-        return "a mapping of steps to numbers", lambda value: {int(step): _number(number) for step, number in value.items()}
+        return "a mapping of steps to numbers", _steps
     if Literal in origins or str in origins:
         names = [name for choice in choices if get_origin(choice) is Literal for name in get_args(choice)]
         return (f"one of {', '.join(names)}", _one_of(names)) if names else ("text", _text)
@@ -127,6 +128,12 @@ def _whole(value: Any) -> int:
 
 def _numbers(value: Any) -> Any:
     return tuple(_numbers(item) for item in value) if isinstance(value, list) else _number(value)
+
+
+def _steps(value: Any) -> dict[int, int | float]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return {_whole(step): _number(number) for step, number in value.items()}
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
 
+import os
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,11 @@ from train import entry_point, optax_names
 def _usable_path(path: str) -> str:
     """The path as it is, or an error where no file can have that name."""
     try:
-        Path(path).expanduser()
+        os.fsencode(Path(path).expanduser())
     except RuntimeError:
         raise ValueError(f"'{path}' begins with a user's home folder that is not known; write the folder out") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{path!r} holds a character that no path can have here; choose another name") from None
     if "\0" in path:
         raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
     return path

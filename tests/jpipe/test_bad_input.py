@@ -53,7 +53,22 @@ def without(key):
         ({"stages": []}, r"^plan\.json: stages: expected at least 1 of them, found 0$"),
         ({"stages": 3}, r"^plan\.json: stages: expected .*, found 3$"),
         ({"stages": [{"layers": []}]}, r"^plan\.json: stages\.0\.layers: expected at least 1 of them, found 0$"),
-        ({"stages": [{"layers": IDS, "replica": 2}]}, r"^plan\.json: unknown key 'stages\.0\.replica'; did you mean 'replicas'\?$"),
+        (
+            {"stages": [{"layers": IDS, "replica": 2}]},
+            r"^plan\.json: unknown key 'stages\.0\.replica'; did you mean 'stages\.0\.replicas'\?$",
+        ),
+        (
+            {"stages": [{"layers": IDS[:1]}, {"layrs": IDS[1:]}]},
+            r"^plan\.json: key 'stages\.1\.layers' is missing; add it\n"
+            r"plan\.json: unknown key 'stages\.1\.layrs'; did you mean 'stages\.1\.layers'\?$",
+        ),
+        ({"microbatches": 10**10}, r"^plan\.json: microbatches: expected less than or equal to 1000000000, found 10000000000$"),
+        ({"microbatches": float("nan")}, r"^plan\.json: microbatches: expected a valid integer, found nan$"),
+        ({"stages": [{"layers": ["a", ""]}]}, r"^plan\.json: stages\.0\.layers: expected names of printable characters, found ''$"),
+        (
+            {"stages": [{"layers": ["\x1b[31m\n"]}]},
+            r"^plan\.json: stages\.0\.layers: expected names of printable characters, found '\\x1b\[31m\\n'$",
+        ),
         ({"stages": [{"replicas": 1}]}, r"^plan\.json: key 'stages\.0\.layers' is missing; add it$"),
         (
             {"stages": [{"layers": IDS, "recompute": "dots"}]},
@@ -133,6 +148,24 @@ def test_deeply_nested_json_is_refused():
 def test_odd_plans_are_refused_with_a_message(text, message):
     with pytest.raises(InputError, match=message):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("twice", "message"),
+    [
+        ('"microbatches": 2', r"^plan: microbatches: expected a valid integer, found the key twice$"),
+        ('"format": "jpipe-plan/1"', r"^plan: expected a JSON object with \"format\": \"jpipe-plan/1\", found the key twice;"),
+        ('"replicas": 1', r"^plan: stages\.0\.replicas: expected a valid integer, found the key twice$"),
+        ('"placement": null', r"^plan: placement: expected a valid tuple, found the key twice$"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(twice, message):
+    with pytest.raises(InputError, match=message):
+        Plan.from_json(TEXT.replace(twice, f"{twice}, {twice}", 1))
+
+
+def test_what_is_not_printable_is_escaped_and_a_problem_keeps_its_line():
+    assert str(InputError("a\nb\x1b[31m\u202eé →", "c\udcff")) == "a\\nb\\x1b[31m\\u202eé →\nc\\udcff"
 
 
 def test_a_plan_survives_json():

@@ -1,6 +1,7 @@
 """A config round-trips, overrides reach it, and its YAML is plain data."""
 
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def test_what_is_written_is_read_back(write, tiny):
     assert config_file.load(write(config_file.to_yaml(config))) == config
 
 
+def test_keys_of_arguments_stay_the_numbers_they_are(write):
+    given = {"model": {"target": "a:b", "arguments": {"sizes": {1: 0.5, "1": "one", 2.5: True}}}}
+    written = config_file.to_yaml(Config.model_validate(given))
+    assert config_file.load(write(written), allow_code=True).model.arguments == given["model"]["arguments"]
+
+
 def test_the_shipped_config_names_every_key():
     given = yaml.safe_load(GPT_BYTES.read_text())
     assert config_file.load(GPT_BYTES).model_dump() == given
@@ -57,9 +64,30 @@ def test_overrides_replace_keys_and_their_values_are_yaml(write):
     assert config.plan.vertical_sync is True
 
 
-@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "0.001", "+1e-3"])
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "0.001", "+1e-3", ".001", "+.1e-2", "1_0.0e-4"])
 def test_every_spelling_of_a_number_is_one(number):
     assert config_file.parse(number, "here") == 0.001
+
+
+@pytest.mark.parametrize(
+    "word", ["010", "08", "00", "-010", "0o10", "1:30", "1:30.5", "2001-01-01", "2001-1-1T10:00:00", "yes", "No", "ON", "off", "<<", "="]
+)
+def test_a_word_that_can_be_read_in_two_ways_is_refused_without_quotes(word):
+    message = f"here, line 1, column 5: this is not YAML as it should be: '{word}' can be read in two ways; write true, false or a plain"
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.parse(f"[1, {word}]", "here")
+    assert config_file.parse(f"[1, '{word}']", "here") == [1, word]
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1" + "0" * 400 + ".0", str(2**64), "0x" + "f" * 17, "9" * 5000, "0b_"])
+def test_a_number_beyond_64_bits_is_refused(text):
+    with pytest.raises(InputError, match=r"here, line 1, column 1: .* expected a number of at most 64 bits"):
+        config_file.parse(text, "here")
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, 2**64 - 1, 1 - 2**64, 1e308])
+def test_what_64_bits_hold_is_read(number):
+    assert config_file.parse(yaml.safe_dump(number).splitlines()[0], "here") == number
 
 
 @pytest.mark.parametrize(
@@ -67,6 +95,23 @@ def test_every_spelling_of_a_number_is_one(number):
     [
         ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this is not YAML as it should be: expected ',' or '}', but got ':'"),
         ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' is there twice"),
+        (
+            "optimizer:\n  lr_arguments: {0x1: 1, 1: 2}",
+            "config.yaml, line 2, column 26: this is not YAML as it should be: the key '1' is there twice",
+        ),
+        ("seed: 1\nplan: \x07x", "config.yaml, line 2, column 7: this is not YAML as it should be: found character #x07; correct the text"),
+        (
+            "seed: 1\n---\nseed: 2",
+            "config.yaml, line 2, column 1: this is not YAML as it should be: expected a single document in the stream, but found another",
+        ),
+        ("[" * 51 + "]" * 51, "config.yaml, line 1, column 51: this is not YAML as it should be: nested too deeply"),
+        ("train.steps: 3", "config.yaml: unknown key 'train.steps'; write 'steps' inside of 'train', without the dot"),
+        ("schedul: gpipe", "config.yaml: unknown key 'schedul'; did you mean 'plan.schedule'?"),
+        ("train: {Steps: 3}", "config.yaml: unknown key 'train.Steps'; did you mean 'train.steps'?"),
+        ("train: {path: 3}", "config.yaml: unknown key 'train.path'; did you mean 'data.path'?"),
+        ("train: {xyz: 3}", "config.yaml: unknown key 'train.xyz'; known: batch_size, eval_batches, eval_every, log_every, steps"),
+        ('train: {"\\e[31msteps\\n": 3}', "config.yaml: unknown key 'train.\\x1b[31msteps\\n'; did you mean 'train.steps'?"),
+        ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it in a config, as plan.file, or look at it with"),
         ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
         ("seed: !!python/object/apply:os.getcwd []", A_TAG),
         ("seed: !!bool foo", A_TAG),
@@ -79,7 +124,10 @@ def test_every_spelling_of_a_number_is_one(number):
             BILLION_LAUGHS,
             "config.yaml, line 1, column 4: this is not YAML as it should be: expected a plain value, found an anchor or alias",
         ),
-        ("seed: 2001-99-99", "config.yaml: this is not YAML as it should be: month must be in 1..12"),
+        (
+            "train:\n  steps: 2001-99-99",
+            "config.yaml, line 2, column 10: this is not YAML as it should be: '2001-99-99' can be read in two ways;",
+        ),
         ("[" * 5000, "nested too deeply"),
         ("- seed", "config.yaml: expected a mapping of keys such as 'train:', found list"),
         ("train: 3", "config.yaml: train: expected a valid dictionary or instance of TrainConfig, found 3"),
@@ -89,7 +137,7 @@ def test_every_spelling_of_a_number_is_one(number):
         ("model: {heads: 3}", "config.yaml: model: width 128 is not divisible by heads 3; change one of them"),
         ("plan: {recompute: 3}", "config.yaml: plan.recompute: expected a policy's name or a list of names, one for each stage, found 3"),
         ("seed: null", "config.yaml: seed: expected a valid integer, found None"),
-        (f"seed: 0x{'f' * 5000}", "config.yaml: seed: expected less than 4294967296, found int too long to print"),
+        (f"seed: 0x{'f' * 5000}", "config.yaml, line 1, column 7: this is not YAML as it should be: expected a number of at most 64 bits"),
         (f"seed: {'f' * 5000}", "config.yaml: seed: expected a valid integer, found 'fff"),
         ("optimizer: {warmup_steps: 10000000000}", "optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000"),
         ("model: {width: 4000000}", "config.yaml: model.width: expected less than or equal to 1000000, found 4000000"),
@@ -110,6 +158,7 @@ def test_a_mistake_in_the_file_is_told_with_its_place(write, text, message):
     [
         ("~nosuchuser/x", "'~nosuchuser/x' begins with a user's home folder that is not known; write the folder out"),
         ('"a\\0b"', "'a\\x00b' holds a null character, which no path can have; choose another name"),
+        ('"a\\ud800b"', "expected a valid string, unable to parse raw data as a unicode string, found 'a\\ud800b'"),
         ('""', "expected String should have at least 1 character, found ''"),
     ],
 )
@@ -134,7 +183,11 @@ def test_all_mistakes_are_told_at_once(write):
     ("override", "message"),
     [
         ("train.steps", "--set train.steps: expected key=value, such as train.steps=100, found no '='"),
-        ("train.step=3", "config.yaml --set train.step=3: unknown key 'train.step'; did you mean 'steps'?"),
+        ("=3", "--set =3: expected key=value, such as train.steps=100, found an empty name"),
+        ("schedule=gpipe", "config.yaml --set schedule=gpipe: unknown key 'schedule'; did you mean 'plan.schedule'?"),
+        ("TRAIN.steps=3", "config.yaml --set TRAIN.steps=3: unknown key 'TRAIN'; did you mean 'train'?"),
+        ("optimizer.arguments..b2=3", "--set optimizer.arguments..b2=3: expected key=value, such as train.steps=100, found an empty name"),
+        ("train.step=3", "config.yaml --set train.step=3: unknown key 'train.step'; did you mean 'train.steps'?"),
         ("trian.steps=3", "config.yaml --set trian.steps=3: unknown key 'trian'; did you mean 'train'?"),
         ("seed.x=3", "config.yaml --set seed.x=3: seed: expected a valid integer, found {'x': 3}"),
         ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this is not YAML"),
@@ -145,9 +198,25 @@ def test_a_mistake_in_an_override_is_told_with_the_override(write, override, mes
         config_file.load(write(""), [override])
 
 
-def test_a_value_where_a_section_is_needed(write):
-    with pytest.raises(InputError, match=r"--set seed\.x=3: 'seed' is a value, not a section"):
-        config_file.load(write("seed: 1"), ["seed.x=3"])
+@pytest.mark.parametrize("key", ["seed", "plan.recompute"])
+def test_a_value_where_a_section_is_needed(write, key):
+    message = f"--set {key}.0=full: '{key}' is a value, not a section; give the whole of it, as {key}=…"
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(write("seed: 1\nplan: {recompute: [none, none]}"), [f"{key}.0=full"])
+
+
+@pytest.mark.parametrize("second", ["train.steps=3", "train={}"])
+def test_an_override_that_undoes_another_is_refused(write, second):
+    message = f"--set {second}: expected each key once, found --set train.steps=… before it, which would be lost; keep one"
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(write(""), ["train.steps=2", second])
+
+
+def test_an_override_may_refine_another(write):
+    overrides = ["train={log_every: 2}", "train.steps=3", "train.batch_size=8", "optimizer.arguments.b2=0.5", "optimizer.arguments.b1=0.5"]
+    config = config_file.load(write("train: {eval_every: 7}"), overrides)
+    assert config.train.model_dump() == Config().train.model_dump() | {"log_every": 2, "steps": 3, "batch_size": 8}
+    assert config.optimizer.arguments == {"b1": 0.5, "b2": 0.5}
 
 
 def test_a_file_that_is_no_text(tmp_path):

@@ -182,10 +182,6 @@ def test_the_learning_rate_warms_up_and_falls():
             {"learning_rate": 0.5, "lr_schedule": "piecewise_constant_schedule", "lr_arguments": {"boundaries_and_scales": {1: 0.1}}},
             [0.5, 0.05, 0.05],
         ),
-        (  # as it comes back from a run's config.yaml
-            {"learning_rate": 0.5, "lr_schedule": "piecewise_constant_schedule", "lr_arguments": {"boundaries_and_scales": {"1": 0.1}}},
-            [0.5, 0.05, 0.05],
-        ),
         (
             {
                 "learning_rate": 0.5,
@@ -245,6 +241,14 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         ({"name": "contrib.muon", "arguments": {"muon_weight_dimension_numbers": 1}}, "'contrib.muon' takes a Python object"),
         ({"name": "lars", "arguments": {"trust_ratio_mask": True}}, "'trust_ratio_mask' of 'lars' takes a Python object"),
+        ({"arguments": {"b1": 10**400}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found 1000000000000000"),
+        *(
+            (
+                {"lr_schedule": "piecewise_constant_schedule", "lr_arguments": {"boundaries_and_scales": scales}},
+                f"'boundaries_and_scales' of 'piecewise_constant_schedule': expected a mapping of steps to numbers, found {scales}",
+            )
+            for scales in ({"1": 0.1}, {1.5: 0.1}, {True: 0.1}, {1: "x"}, [1, 0.1], 3)
+        ),
         (
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
             "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1 (",

@@ -171,7 +171,7 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
         ("replicas.json", [], r"replicas.json: replicas above 1 are not supported yet; use 1 replica a stage"),
         ("broken.yaml", [], r"broken.yaml, line 3, column 1: this is not YAML as it should be"),
         ("text.yaml", [], r"text.yaml: expected a mapping of keys such as 'train:', found str"),
-        ("tiny.yaml", ["--set", "plan.scheduler=gpipe"], r"unknown key 'plan.scheduler'; did you mean 'schedule'\?"),
+        ("tiny.yaml", ["--set", "plan.scheduler=gpipe"], r"unknown key 'plan.scheduler'; did you mean 'plan.schedule'\?"),
         ("tiny.yaml", ["--set", "plan.num_stages=9"], r"plan: expected between 1 and 3 stages \(the number of layers\), found 9"),
         ("tiny.yaml", ["--set", "plan.file=plan.json"], r"plan.json: layer 'embed' of the model is in no stage; add it to one"),
     ],
