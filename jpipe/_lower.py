@@ -3,6 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
+from jpipe._errors import InputError
 from jpipe._plan import Plan
 from jpipe._program import (
     Backward,
@@ -38,9 +39,14 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
+
+    Raises:
+        InputError: batches out of order, or clipping with a schedule that does not flush.
     """
-    assert 0 <= start <= begin <= batches
-    assert not clips or SCHEDULES[plan.schedule].flushes
+    if not 0 <= start <= begin <= batches:
+        raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
+    if clips and not SCHEDULES[plan.schedule].flushes:
+        raise InputError(f"lower: clips is for schedules that flush, found '{plan.schedule}'")
     orders = [_order(plan, s, start, batches, drain) for s in range(plan.depth)]
     done = [len(_order(plan, s, start, begin, drain=False)) for s in range(plan.depth)]  # by the steps before
     timed = _simulated_times(plan, orders)

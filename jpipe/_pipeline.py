@@ -45,7 +45,13 @@ class Metrics(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Mean `loss` over a total `weight`, at weights `version` (updates applied) in all stages."""
+    """What `Pipeline.evaluate` found, as arrays that are not waited for.
+
+    Attributes:
+        loss: mean over the whole batch.
+        weight: total weight of the batch.
+        version: of the weights, the same in all stages: how many updates they have seen.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -123,6 +129,12 @@ class Pipeline:
         Args:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
+
+        Returns:
+            The state before batch 0.
+
+        Raises:
+            InputError: as `check`; a key of another kind; devices that are not there.
         """
         key, functions = _as_key(key), self._functions(batch)
         self._check_optimizer(functions)
@@ -159,7 +171,18 @@ class Pipeline:
         return State(workers, state.batch + 1, start), _metrics(finished)
 
     def drain(self, state: State, *, observe: Observer | None = None) -> State:
-        """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers."""
+        """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
+
+        Args:
+            state: used up, if anything is in flight; use the returned one from here on.
+            observe: as in `step`.
+
+        Returns:
+            The state with nothing in flight.
+
+        Raises:
+            InputError: a state that was used already.
+        """
         self._check_state(state)
         if state.start == state.batch:
             return state
@@ -177,6 +200,9 @@ class Pipeline:
         Args:
             state: any state that is not used up.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
+
+        Raises:
+            InputError: a state that was used already, or a batch unlike the one given to `init`.
         """
         self._check_state(state)
         rows_each = _rows(self._spec)
@@ -199,6 +225,9 @@ class Pipeline:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
         They are copies: the next step may write into the memory of the originals.
+
+        Raises:
+            InputError: a state that was used already.
         """
         self._check_state(state)
         state = self._settled(state)
@@ -209,6 +238,12 @@ class Pipeline:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; no device work.
 
         Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled.
+
+        Args:
+            batch: as in `init`.
+
+        Raises:
+            InputError: a batch or layers that do not fit; see `check`.
         """
         compiled = self._spec is not None and self._spec == _microbatch_spec(batch, self.plan.microbatches)
         functions = [stage.functions for stage in self._stages] if compiled else self._functions(batch)

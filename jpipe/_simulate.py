@@ -60,6 +60,9 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
         link: between neighbouring workers; by default transfers are free.
 
+    Returns:
+        Timeline, memory and what follows from them, in the units of the costs.
+
     Raises:
         ProgramError: the proof fails; says where, with the grid.
         InputError: a program of a part of a run, or not one cost for each stage.

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jpipe._costs import StageCost
+from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline
 from jpipe._plan import Plan
 from jpipe._program import Backward, Forward, ForwardBackward, SumSquares, Update
@@ -175,7 +176,16 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline) -> tuple[StageCost
 
     Where forward and backward are one computation, its time is divided as they are in `costs`; a time that was never measured
     becomes 0.
+
+    Args:
+        costs: one for each stage; their bytes are kept.
+        timeline: in seconds, a row for each stage.
+
+    Raises:
+        InputError: not as many costs as rows.
     """
+    if len(costs) != len(timeline):
+        raise InputError(f"fit_costs: expected one cost for each of the timeline's {len(timeline)} workers, found {len(costs)}")
     return tuple(_fit(cost, spans) for cost, spans in zip(costs, timeline, strict=True))
 
 
