@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe import InputError, Pipeline, Plan
+from jpipe import InputError, Pipeline, Plan, StageCost, fit_costs, lower
 from tests.jpipe import models
 
 STACK = models.plain_stack()
@@ -332,3 +332,22 @@ def test_nothing_runs_on_a_device_before_a_refusal():
     with pytest.raises(InputError):
         pipeline().init(jax.random.key(0), (X[:3], X[:3]))
     assert len(jax.live_arrays()) <= before + 1  # the key
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"batches": 1, "begin": 2}, "lower: expected 0 ≤ start ≤ begin ≤ batches, found start 0, begin 2, batches 1"),
+        ({"batches": 3, "begin": 1, "start": 2}, "found start 2, begin 1, batches 3"),
+        ({"batches": -1}, "found start 0, begin 0, batches -1"),
+        ({"batches": 3, "clips": True}, "lower: clips is for schedules that flush, found 'pipedream_2bw'"),
+    ],
+)
+def test_programs_that_cannot_be_are_refused(numbers, message):
+    with pytest.raises(InputError, match=message):
+        lower(Plan.even("abc", 2, "pipedream_2bw", 2), **numbers)
+
+
+def test_costs_are_fitted_worker_by_worker():
+    with pytest.raises(InputError, match="fit_costs: expected one cost for each of the timeline's 2 workers, found 1"):
+        fit_costs([StageCost()], ((), ()))
