@@ -19,23 +19,17 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
-    """An optax transformation that is given one layer at a time, in a tree with the structure of the whole model.
-
-    The leaves of the other layers are `optax.MaskedNode()`, which holds no arrays and which optax itself uses for what a
-    transformation is not to see. So masks and labels that were given as trees of the whole model fit.
+    """An optax transformation that is given one layer at a time, as `{layer id: params}`.
 
     Attributes:
-        transformation: any optax transformation; `check_splittable` says whether it may be used like this.
-        blank: the parameters of all layers by layer id, with `optax.MaskedNode()` in place of every leaf.
+        transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
+        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
+            itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
+            masks and labels that were given as trees need.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
-
-    @classmethod
-    def of_model(cls, transformation: optax.GradientTransformation, params: Mapping[str, Tree]) -> "LayerwiseOptimizer":
-        """For parameters (or their shapes) by layer id."""
-        return cls(transformation, {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in params.items()})
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
@@ -64,8 +58,8 @@ _NAN_STEP = 6
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
-def check_splittable(transformation: Any, specs: Mapping[str, Tree]) -> None:
-    """Refuse an optimizer whose update of one layer depends on the others.
+def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseOptimizer:
+    """The optimizer layer by layer, or a refusal where its update of one layer depends on the others.
 
     Runs it on the whole model and layer by layer, on tiny arrays in the model's structure, for a few steps with gradients from
     1e-6 to 1e6, another size for each layer at each step, later with one layer NaN. Updates and states must agree. An
@@ -82,20 +76,35 @@ def check_splittable(transformation: Any, specs: Mapping[str, Tree]) -> None:
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
     params = {layer_id: jax.tree.map(_tiny, tree) for layer_id, tree in specs.items()}
-    ids = [layer_id for layer_id, tree in params.items() if jax.tree.leaves(tree)]
-    layerwise = LayerwiseOptimizer.of_model(transformation, params)
     try:
-        whole = _Run(transformation, params)
+        _Run(transformation, params)
     except Exception as error:
         raise InputError(
-            f"optimizer: it fails on parameters in the model's structure, {{'{ids[0] if ids else 'layer id'}': params, …}}: "
+            f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(params))}': params, …}}: "
             f"{_first_line(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
             "more than gradients, state and params (a loss value, a function) cannot be used"
         ) from error
+    alone = LayerwiseOptimizer(transformation, {})
+    if not _difference(alone, params):
+        return alone
+    in_structure = LayerwiseOptimizer(transformation, {i: jax.tree.map(lambda _: optax.MaskedNode(), tree) for i, tree in params.items()})
+    if difference := _difference(in_structure, params):
+        raise InputError(
+            f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {difference}; leave out the part that "
+            "looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); to clip by the "
+            "global norm use clip_global_norm of the pipeline"
+        )
+    return in_structure
+
+
+def _difference(layerwise: LayerwiseOptimizer, params: Mapping[str, Tree]) -> str:
+    """How the optimizer layer by layer differs from the whole, in words; nothing where it does not."""
+    ids = [layer_id for layer_id, tree in params.items() if jax.tree.leaves(tree)]
+    whole = _Run(layerwise.transformation, params)
     try:
-        split = {i: _Run(transformation, {**layerwise.blank, i: params[i]}) for i in ids}
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: params[i]}) for i in ids}
     except Exception as error:
-        raise InputError(f"{_REFUSAL}: on one layer alone it fails: {_first_line(error)}; {_WAY_OUT}") from error
+        return f"on one layer alone it fails: {_first_line(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, ids, step)
@@ -103,16 +112,10 @@ def check_splittable(transformation: Any, specs: Mapping[str, Tree]) -> None:
         for layer_id in ids:
             found = split[layer_id].step({**layerwise.blank, layer_id: gradients[layer_id]})
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
-                raise InputError(f"{_REFUSAL}: after {step + 1} steps layer '{layer_id}' is not what it is without the others; {_WAY_OUT}")
+                return f"after {step + 1} steps layer '{layer_id}' is not what it is without the others"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
         step += 1
-
-
-_REFUSAL = "optimizer: it cannot be applied layer by layer, as stages of a pipeline have to"
-_WAY_OUT = (
-    "leave out the part that looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); "
-    "to clip by the global norm use clip_global_norm of the pipeline"
-)
+    return ""
 
 
 class _Run:

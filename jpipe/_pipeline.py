@@ -16,7 +16,7 @@ from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, key_spec, spec_of
 from jpipe._lower import batches_until_full, lower, lower_evaluation
-from jpipe._optimizer import LayerwiseOptimizer, check_splittable
+from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._plan import Plan
 from jpipe._program import Program
 from jpipe._runtime import Observer, run
@@ -108,20 +108,20 @@ class Pipeline:
         self.clip_global_norm = clip_global_norm
         self._given_devices = None if devices is None else tuple(devices)
         self._spec: Batch | None = None
-        self._optimizer_fits: Tree = None  # the parameters it was probed with
+        self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
         self._stages: list[CompiledStage] = []
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
     def check(self, batch: Batch) -> None:
-        """Refuse what would not run with batches like this one; a few tiny arrays for the optimizer are all that it computes.
+        """Refuse what would not run with batches like this one; the optimizer is tried on tiny arrays, nothing else is computed.
 
         Raises:
             InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
                 optimizer that cannot be applied layer by layer.
         """
-        self._check_optimizer(self._functions(batch))
+        self._functions(batch)
 
     def init(self, key: jax.Array, batch: Batch) -> State:
         """Fresh weights on their devices, and everything compiled for batches like this one.
@@ -137,7 +137,6 @@ class Pipeline:
             InputError: as `check`; a key of another kind; devices that are not there.
         """
         key, functions = _as_key(key), self._functions(batch)
-        self._check_optimizer(functions)
         self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), self._proved_runs())
         self._spec = _microbatch_spec(batch, self.plan.microbatches)
         device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
@@ -235,7 +234,7 @@ class Pipeline:
         return {layer_id: _copy(p) for worker in state.workers for layer_id, p in worker.versions[version].items()}
 
     def costs(self, batch: Batch) -> tuple[StageCost, ...]:
-        """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; no device work.
+        """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled.
 
@@ -274,7 +273,7 @@ class Pipeline:
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         inputs, labels = _microbatch_spec(batch, self.plan.microbatches)
         layers = self.stack.specs(inputs)
-        optimizer = LayerwiseOptimizer.of_model(self.optimizer, {layer_id: spec.params for layer_id, spec in layers.items()})
+        unprobed = LayerwiseOptimizer(self.optimizer, {})
         functions = []
         x = inputs
         for s, stage in enumerate(self.plan.stages):
@@ -283,17 +282,17 @@ class Pipeline:
             params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
             state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
             specs = Specs(params, state, x, labels if last else None, draw)
-            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, optimizer, specs, self.clip_global_norm))
+            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, unprobed, specs, self.clip_global_norm))
             x = layers[stage.layers[-1]].output
         _check_loss(functions[-1], x, labels)
-        return functions
+        layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
+        return [dataclasses.replace(f, optimizer=layerwise) for f in functions]
 
-    def _check_optimizer(self, functions: Sequence[StageFunctions]) -> None:
-        """Once for each model that this pipeline meets (batches of other shapes may make other parameters)."""
-        specs = {layer_id: params for f in functions for layer_id, params in f.specs.params.items()}
-        if specs != self._optimizer_fits:
-            check_splittable(self.optimizer, specs)
-            self._optimizer_fits = specs
+    def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
+        """Probed once for each model that this pipeline meets: batches of other shapes may make other parameters."""
+        if self._probed is None or self._probed[0] != params:
+            self._probed = params, find_layerwise(self.optimizer, params)
+        return self._probed[1]
 
     def _init_worker(self, stage: CompiledStage, initializers: dict[str, jax.stages.Compiled], key: jax.Array) -> WorkerState:
         f, params, state = stage.functions, {}, {}

@@ -199,8 +199,8 @@ def test_init_proves_the_programs(monkeypatch):
 
     expand = _lower._expand
 
-    def forgets_an_update(plan, s, entry):
-        before, after = expand(plan, s, entry)
+    def forgets_an_update(plan, s, entry, clips):
+        before, after = expand(plan, s, entry, clips)
         return before, [i for i in after if not (isinstance(i, Update) and i.batch == 1)]
 
     monkeypatch.setattr(_lower, "_expand", forgets_an_update)

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe._optimizer import check_splittable
+from jpipe._optimizer import find_layerwise
 from train import cli, gpt, run_folder
 from train.config import ModelConfig
 
@@ -49,7 +49,7 @@ def write_config(tmp_path, tiny):
 def probed():
     """The few tiny operations with which optimizers are probed are compiled once in a process: here, not where compilations are counted."""
     specs = {layer_id: {"w": jax.ShapeDtypeStruct(shape, "float32")} for layer_id, shape in (("a", (2, 2)), ("b", (2,)))}
-    check_splittable(optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)), specs)
+    find_layerwise(optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)), specs)
 
 
 @pytest.fixture
