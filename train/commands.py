@@ -48,7 +48,7 @@ def simulate(
     png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Show what a pipeline would do: timeline, bubble, weight versions and, for a config, bytes. Nothing is trained, no device used.
+    """Show what a pipeline would do: timeline, bubble, weight versions and, for a config, bytes. Nothing is trained.
 
     Args:
         source: A plan's JSON file, or a YAML config such as configs/gpt-bytes.yaml.

@@ -1,4 +1,4 @@
-"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, on paper; no device is touched."""
+"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, on paper."""
 
 import re
 import shutil
