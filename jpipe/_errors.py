@@ -52,6 +52,7 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
     """
     lines = []
     problems = error.errors()
+    hints = {problem["loc"]: _nearest_key(model, problem["loc"]) for problem in problems if problem["type"] == "extra_forbidden"}
     for problem in problems:
         if problem["type"] == "too_short" and any(_is_inside(other["loc"], problem["loc"]) for other in problems):
             continue  # it counted only the items that have no problem of their own
@@ -59,7 +60,9 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
         found = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown key '{at}'; {_nearest_key(model, problem['loc'])}")
+                lines.append(f"{where}: unknown key '{at}'; {hints[problem['loc']]}")
+            case "missing" if f"did you mean '{at}'?" in hints.values():
+                continue  # it is there, misspelt
             case "missing":
                 lines.append(f"{where}: key '{at}' is missing; add it")
             case "too_short":

@@ -42,7 +42,7 @@ class Stage(pydantic.BaseModel):
     @classmethod
     def _known_policy(cls, name: str) -> str:
         if name not in RECOMPUTE:
-            raise ValueError(f"unknown recomputation policy '{name}'; {nearest(name, RECOMPUTE)}")
+            raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
         return name
 
 
@@ -85,7 +85,7 @@ class Plan(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _legal(self) -> "Plan":
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule '{self.schedule}'; {nearest(self.schedule, SCHEDULES)}")
+            raise ValueError(f"unknown schedule {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
         owner: dict[str, int] = {}
         for s, stage in enumerate(self.stages):
             for layer_id in stage.layers:

@@ -1,0 +1,196 @@
+"""What `jpipe train` and `jpipe simulate` say of the same mistake: one line, exit code 2, no run begun, nothing written."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+import jpipe
+from train import cli
+
+OWN = """
+import jax.numpy as jnp
+
+import jpipe
+
+
+def nothing():
+    pass
+
+
+def layers():
+    return {"in": jnp.tanh}
+
+
+def fails(width=1):
+    return jnp.ones(width) @ jnp.ones(3)
+
+
+def squares(outputs, labels):
+    return (outputs - 1.0) ** 2
+
+
+def no_data(seed, batch_size):
+    return [], []
+"""
+PLAN = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2).to_json()
+
+
+@pytest.fixture(params=["train", "simulate"])
+def refused(request, tiny, tmp_path, capsys, monkeypatch):
+    """Run a command on a file of the folder made here, with overrides; it must be refused as said above. Gives the line."""
+    jax.devices()  # as many as the tests have, before a command asks for more
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    real = Path.read_text
+    for method in ("init", "step", "drain", "evaluate"):
+        monkeypatch.setattr(jpipe.Pipeline, method, lambda *_: pytest.fail("device work began"))
+
+    def read_text(path, *arguments, **options):
+        if "locked" in path.name:  # a superuser may read everything, so that no mode of a file would do
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    texts = {
+        "tiny.yaml": yaml.safe_dump(tiny),
+        "locked.yaml": "",
+        "words.yaml": "just words",
+        "broken.yaml": "train:\n  steps: [1, 2\n",
+        "tab.yaml": "train:\n\tsteps: 3\n",
+        "twice.yaml": "seed: 1\ntrain: {steps: 1, steps: 2}\n",
+        "two.yaml": "seed: 1\n---\nseed: 2\n",
+        "odd.yaml": "plan:\n  vertical_sync: yes\n",
+        "deep.yaml": "[" * 60,
+        "own_parts.py": OWN,
+        "locked.json": PLAN,
+        "empty.json": "",
+        "half.json": PLAN[: len(PLAN) // 2],
+        "list.json": "[1]",
+        "other.json": PLAN.replace("block_0", "block_O"),
+        "layrs.json": PLAN[::-1].replace('"sreyal"', '"sryal"', 1)[::-1],
+        "again.json": PLAN.replace('"replicas": 1', '"replicas": 1, "replicas": 2', 1),
+        "number.json": PLAN.replace('"microbatches": 2', '"microbatches": 2.0'),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    for name in ("bytes.yaml", "bytes.json"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(file: str, *words: str) -> str:
+        code = cli.main([request.param, file, *words])
+        line = capsys.readouterr().err
+        assert code == 2
+        assert line.startswith("jpipe: ")
+        assert line.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return line
+
+    yield refused
+    sys.modules.pop("own_parts", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("missing.yaml", r"missing\.yaml: cannot read the config: No such file or directory; give a YAML file"),
+        ("folder", r"folder: cannot read the config: Is a directory; give a YAML file"),
+        ("locked.yaml", r"locked\.yaml: cannot read (the config|it): Permission denied; give a "),
+        ("bytes.yaml", r"bytes\.yaml: expected (YAML )?text in UTF-8, found other bytes; is this a "),
+        ("words.yaml", r"words\.yaml: expected a mapping of keys such as 'train:', found str"),
+        ("broken.yaml", r"broken\.yaml, line 3, column 1: this is not YAML as it should be: expected ',' or '\]'"),
+        ("tab.yaml", r"tab\.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
+        ("twice.yaml", r"twice\.yaml, line 2, column 19: this is not YAML as it should be: the key 'steps' is there twice"),
+        ("two.yaml", r"two\.yaml, line 2, column 1: .* expected a single document in the stream, but found another document"),
+        ("odd.yaml", r"odd\.yaml, line 2, column 18: .* 'yes' can be read in two ways; write true, false or a plain number, or"),
+        ("deep.yaml", r"deep\.yaml, line 1, column 51: this is not YAML as it should be: nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_config(refused, file, message):
+    assert re.match(f"jpipe: {message}", refused(file))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("plan.scheduler=gpipe", r"tiny.yaml --set \S+: unknown key 'plan.scheduler'; did you mean 'plan.schedule'\?"),
+        ("schedule=gpipe", r"tiny.yaml --set \S+: unknown key 'schedule'; did you mean 'plan.schedule'\?"),
+        ("paln.schedule=gpipe", r"tiny.yaml --set \S+: unknown key 'paln'; did you mean 'plan'\?"),
+        ("train.steps.most=3", r"--set \S+: 'train.steps' is a value, not a section; give the whole of it, as train.steps=…"),
+        ("train.steps", r"--set train.steps: expected key=value, such as train.steps=100, found no '='"),
+        ("train.steps=many", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found 'many'"),
+        ("train.steps='3'", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found '3'"),
+        ("train.steps=3.0", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found 3.0"),
+        ("train.steps=true", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found True"),
+        ("train.steps=0", r"tiny.yaml --set \S+: train.steps: expected greater than or equal to 1, found 0"),
+        ("train.steps=[1", r"--set train.steps=\[1, line 1, column 3: this is not YAML as it should be: .*; put text with special"),
+        ("plan.num_stages=9", r"plan: expected between 1 and 3 stages \(the number of layers\), found 9"),
+        ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory; give a plan's JSON file, or null"),
+        ("plan.file=folder", r"plan.file: cannot read 'folder': Is a directory; give a plan's JSON file, or null"),
+        ("plan.file=locked.json", r"plan.file: cannot read 'locked.json': Permission denied; give a plan's JSON file, or null"),
+        ("plan.file=bytes.json", r"plan.file: expected a plan as JSON in 'bytes.json', found text that is not UTF-8"),
+        ("plan.file=empty.json", r"empty.json: expected a plan as JSON, found text that is none or is cut off at line 1, column 1 "),
+        ("plan.file=half.json", r"half.json: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+ "),
+        ("plan.file=list.json", r"list.json: expected a JSON object with \"format\": \"jpipe-plan/1\", found 'list'; is this a plan of"),
+        ("plan.file=other.json", r"other.json: layer 'block_0' of the model is in no stage; add it to one"),
+        ("plan.file=layrs.json", r"layrs.json: unknown key 'stages.1.layrs'; did you mean 'stages.1.layers'\?"),
+        ("plan.file=again.json", r"again.json: stages.0.replicas: expected a valid integer, found the key twice"),
+        ("plan.file=number.json", r"number.json: microbatches: expected a valid integer, found 2.0"),
+        ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
+        ("data.path=folder", r"data.path: found no regular file at 'folder', so 0 bytes; give a file"),
+        ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
+        ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
+        ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
+        ("optimizer.clip_global_norm=1", r"clip_global_norm: .* the asynchronous schedule 'pipedream_2bw' .*; use a schedule that flushes"),
+        ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
+    ],
+)
+def test_an_override_that_does_not_fit(refused, override, message):
+    assert re.match(f"jpipe: {message}", refused("tiny.yaml", "--set", override))
+
+
+def test_an_override_twice(refused):
+    line = refused("tiny.yaml", "--set", "train.steps=2", "--set", "train.steps=3")
+    assert line.startswith("jpipe: --set train.steps=3: expected each key once, found --set train.steps=… before it, which would be lost")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model={target: 'nowhere:f'}", r"model.target: there is no module 'nowhere' for 'nowhere:f' in the current folder "),
+        ("model={target: 'own_parts:layer'}", r"model.target: the module 'own_parts' has no function 'layer'; did you mean 'layers'\?"),
+        ("model={target: 'own_parts:nothing'}", r"model.target: expected 'own_parts:nothing' to return a jpipe.LayerStack, found None; "),
+        ("model={target: 'own_parts:layers'}", r"model.target: expected .* found a dict with keys in; wrap it in jpipe.LayerStack"),
+        (
+            "model={target: 'own_parts:fails'}",
+            r"model.target: 'own_parts:fails' fails: TypeError: .* \(\S+own_parts.py:16\); mend it there",
+        ),
+        ("model={target: 'own_parts:fails', arguments: {widht: 2}}", r"model.arguments: 'own_parts:fails' has no argument 'widht'; its "),
+        ("loss={target: 'own_parts:squares'}", r"loss: expected \(sum of the losses, weight\), two scalars, found float32\[2, 8, 256\]; "),
+        ("data={target: 'own_parts:no_data'}", r"data.target: expected at least one validation batch from 'own_parts:no_data', found none"),
+        ("optimizer={name: 'own_parts:nothing'}", r"optimizer.name: expected .* to return an optax.GradientTransformation, found NoneType"),
+    ],
+)
+def test_code_of_ones_own_that_does_not_fit(refused, override, message):
+    assert re.match(f"jpipe: {message}", refused("tiny.yaml", "--allow-code", "--set", override))
+
+
+def test_an_optimizer_that_cannot_be_split_over_stages(refused):
+    assert re.match(
+        r"jpipe: optimizer: it cannot be applied layer by layer, .*; leave out the part that looks at all layers",
+        refused("tiny.yaml", "--set", "optimizer={name: contrib.prodigy}"),
+    )
+
+
+def test_a_plan_given_as_a_config(refused, capsys, request):
+    if "train" in request.node.name:
+        line = "jpipe: other.json: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate\n"
+        assert refused("other.json") == line
+    else:
+        line = "jpipe: --set seed=1: expected a config, found the plan 'other.json'; edit the plan, or give a config\n"
+        assert refused("other.json", "--set", "seed=1") == line
