@@ -80,7 +80,7 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
         raise InputError(f"{where}{at}: this is not YAML as it should be: found character #x{error.character:02x}; {remedy}") from None
 
 
-def _override(data: dict[str, Any], override: str, given: list[str]) -> None:
+def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:
     """Put the value of `section.key=value` into `data`, unless that undoes one of the keys `given` before; adds its own to them."""
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
