@@ -35,6 +35,7 @@ def without(key):
     [
         ({"schedule": "pipedream_2wb"}, r"^plan\.json: unknown schedule 'pipedream_2wb'; did you mean 'pipedream_2bw'\?$"),
         ({"schedule": "xyz"}, r"^plan\.json: unknown schedule 'xyz'; known: gpipe, naive, pipedream, pipedream_2bw, pipedream_flush$"),
+        ({"schedule": "\ud800"}, r"^plan\.json: unknown schedule '\\ud800'; known: gpipe, "),
         ({"micro_batches": 4}, r"^plan\.json: unknown key 'micro_batches'; did you mean 'microbatches'\?$"),
         ({"microbatches": "4"}, r"^plan\.json: microbatches: expected a valid integer, found '4'$"),
         ({"microbatches": 0}, r"^plan\.json: microbatches: expected greater than or equal to 1, found 0$"),

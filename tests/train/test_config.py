@@ -144,6 +144,15 @@ def test_what_64_bits_hold_is_read(number):
         ("model: {depth: 1001}", "config.yaml: model.depth: expected less than or equal to 1000, found 1001"),
         ("plan: {microbatches: 4000}", "config.yaml: plan.microbatches: expected less than or equal to 1024, found 4000"),
         ("plan: {extra_in_flight: 65}", "config.yaml: plan.extra_in_flight: expected less than or equal to 64, found 65"),
+        *(
+            (f'{{{section}: {{{key}: "\\ud800"}}}}', f"config.yaml: {section}.{key}: unknown {what} '\\ud800'; known: ")
+            for section, key, what in [
+                ("plan", "schedule", "schedule"),
+                ("plan", "recompute", "recomputation policy"),
+                ("optimizer", "name", "optimizer"),
+                ("optimizer", "lr_schedule", "learning-rate schedule"),
+            ]
+        ),
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'?"),
     ],
 )

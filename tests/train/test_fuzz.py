@@ -34,7 +34,8 @@ PLANS = [
     jpipe.Plan.even("ab", 2, "gpipe", 2, placement=[[0], [3]]),
     jpipe.Plan.even("abcd", 1, "naive", 1),
 ]
-PATHS = ["seed", *(f"{section}.{key}" for section, keys in Config().model_dump().items() if section != "seed" for key in keys)]
+KEYS = [f"{section}.{key}" for section, keys in Config().model_dump().items() if section != "seed" for key in keys]
+PATHS = ["seed", *KEYS, "model.arguments.rate", "optimizer.arguments.b"]
 
 
 def some(number: int) -> settings:
@@ -103,7 +104,7 @@ def respelled(draw, key: Any) -> Any:
 
 @st.composite
 def spoiled_data(draw, data: Any) -> Any:
-    """Plain data with a value or a key dropped, renamed, replaced, nested, swapped or doubled in up to three places."""
+    """Plain data with a value or a key dropped, renamed, replaced, of another type, swapped or doubled in up to three places."""
     data = copy.deepcopy(data)
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         if not (inside := places(data)):
@@ -113,15 +114,17 @@ def spoiled_data(draw, data: Any) -> Any:
         for key in above:
             holder = holder[key]
         value = holder[last]
-        match draw(st.sampled_from(["drop", "rename", "replace", "replace", "replace", "nest", "swap", "double"])):
+        match draw(st.sampled_from(["drop", "rename", "replace", "replace", "replace", "retype", "retype", "swap", "double"])):
             case "drop":
                 del holder[last]
             case "rename" if isinstance(holder, dict):
                 holder[draw(respelled(last))] = holder.pop(last)
             case "replace":
                 holder[last] = draw(VALUES)
-            case "nest":
-                holder[last] = draw(st.sampled_from([[value], {last: value}, {"a": value}, str(value)]))
+            case "retype":
+                holder[last] = draw(
+                    st.sampled_from([[value], {last: value}, str(value), bool(value), 1.0 * value if type(value) is int else None])
+                )
             case "swap":
                 other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
                 holder[last], holder[other] = holder[other], holder[last]
@@ -245,7 +248,7 @@ def plain(node: yaml.Node | None) -> Any:
         return float(number)
     if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", word):
         return float(word.replace(".", ""))
-    if node.tag != "tag:yaml.org,2002:str" or re.fullmatch(r"[-+]?0?[xbo]?\d+", number):
+    if node.tag != "tag:yaml.org,2002:str" or re.fullmatch(r"[-+]?(0[xbo])?\d+", number):
         raise Unclear(word)
     return word
 
@@ -282,8 +285,9 @@ def filled(given: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
 def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
     """The config holds what this text says, and nothing else but defaults."""
     data = plain(yaml.compose(content.decode("utf-8").removeprefix("\ufeff"), yaml.SafeLoader)) or {}
-    for override in overrides:
+    for i, override in enumerate(overrides):
         path, _, value = override.partition("=")
+        assert not any(other.startswith((f"{path}=", f"{path}.")) for other in overrides[:i])
         *sections, last = path.split(".")
         holder = data
         for section in sections:
