@@ -2,7 +2,11 @@
 
 import difflib
 import reprlib
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pydantic
@@ -21,6 +25,40 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.args)
+
+
+def cause(error: BaseException) -> str:
+    """What a caller's own code raised, in one line, and where: `KeyError: 'mask' (losses.py:12)`.
+
+    Args:
+        error: as it was caught; its traceback says where.
+
+    Returns:
+        The exception's name, the first line of its message, and file and line of the last frame in the caller's own code; without
+        the place where there is none: libraries found the mistake, or the code was typed in.
+
+    Example:
+        >>> cause(ValueError("no rows"))
+        'ValueError: no rows'
+    """
+    what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    own = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
+    return f"{what} ({own[-1]})" if own else what
+
+
+_LIBRARIES = {"jpipe", "jax", "flax", "optax"}  # wherever they are installed
+_INSTALLED = {"site-packages", "dist-packages"}
+_STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+
+
+def _is_the_callers(frame: FrameType) -> bool:
+    path = Path(frame.f_code.co_filename)
+    return not (
+        path.name.startswith("<")  # no file: typed in, or made by a library
+        or frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
+        or _INSTALLED.intersection(path.parts)
+        or any(path.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
+    )
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jpipe._errors import InputError
+from jpipe._errors import InputError, cause
 
 Tree = Any  # a pytree of arrays
 
@@ -141,7 +141,7 @@ class LayerStack:
 
         Raises:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
-                floating point; its state or its output in evaluation has other shapes than in training.
+                real floating point; its state or its output in evaluation has other shapes than in training.
         """
         found: dict[str, LayerSpec] = {}
         key = key_spec()
@@ -154,9 +154,11 @@ class LayerStack:
             except InputError:
                 raise
             except Exception as error:
+                is_of_shapes = isinstance(error, (TypeError, ValueError))
+                fit = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
                 raise InputError(
-                    f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {_first_line(error)}; "
-                    f"make the output of '{before}' fit the input of '{layer_id}', or mend '{layer_id}'"
+                    f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; "
+                    f"{fit}mend '{layer_id}'"
                 ) from error
             _refuse_untrainable(layer_id, params)
             _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
@@ -205,10 +207,6 @@ def _fold(key: jax.Array, layer_id: str) -> jax.Array:
     return key
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-
-
 def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
     if jax.tree.map(spec_of, found) != jax.tree.map(spec_of, expected):
         raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(found)}")
@@ -216,9 +214,12 @@ def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
 
 def _refuse_untrainable(layer_id: str, params: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            name = f"{layer_id}{jax.tree_util.keystr(path)}"
-            raise InputError(f"parameter {name} is {leaf.dtype}: only floating-point parameters can be trained; make it layer state")
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        remedy = "keep its real and imaginary parts as two parameters" if is_complex else "make it layer state"
+        name = f"{layer_id}{jax.tree_util.keystr(path)}"
+        raise InputError(f"parameter {name} is {leaf.dtype}: only real floating-point parameters can be trained; {remedy}")
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ def _nnx(layer_id: str, constructor: Callable[..., nnx.Module]) -> Layer:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"layer '{layer_id}': its constructor fails: {_first_line(error)}") from error
+        raise InputError(f"layer '{layer_id}': its constructor fails: {cause(error)}; mend it there") from error
     graphs = {}
     graphs[True], *abstract = split(module)  # as it was built: what its author has frozen stays frozen in training
     module.eval()

@@ -13,7 +13,7 @@ import optax
 
 from jpipe._compile import CompiledStage, compile_initializers, compile_stages
 from jpipe._costs import StageCost, measure_bytes
-from jpipe._errors import InputError
+from jpipe._errors import InputError, cause
 from jpipe._layers import LayerStack, describe, key_spec, spec_of
 from jpipe._lower import batches_until_full, lower, lower_evaluation
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
@@ -396,10 +396,9 @@ def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
     except InputError:
         raise
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
         raise InputError(
             f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
-            f"it says: {type(error).__name__}: {line}"
+            f"it says: {cause(error)}; mend the loss"
         ) from error
 
 

@@ -1,5 +1,7 @@
 """NNX, Linen, functions and `Layer`s in one stack; layer state; what a stack refuses."""
 
+import json
+import re
 from typing import Any
 
 import jax
@@ -201,9 +203,77 @@ def test_a_first_layer_that_does_not_fit_the_batch_is_named():
         pipe.check(models.batches_of(1, 4)[0])
 
 
+def breaks(x):
+    return {}["mask"] * x
+
+
+def fails_while_built(rngs):
+    raise KeyError("width")
+
+
+def line_of(function) -> str:
+    """`file:line` of the body of a function of one statement."""
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
+
+
+def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_shapes():
+    stack = LayerStack({"first": models.dense(), "broken": breaks})
+    with pytest.raises(InputError) as refused:
+        stack.specs(np.zeros((2, 3), np.float32))
+    assert str(refused.value) == (
+        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it says: KeyError: 'mask' ({line_of(breaks)}); mend 'broken'"
+    )
+
+
+def test_a_mistake_in_a_constructor_is_told_with_its_place():
+    with pytest.raises(InputError) as refused:
+        LayerStack({"broken": fails_while_built})
+    assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); mend it there")
+
+
+def test_a_mistake_in_a_loss_is_told_with_its_place():
+    def loss(y, labels):
+        return breaks(y), y.size
+
+    stack = LayerStack({"only": models.dense()})
+    with pytest.raises(InputError) as refused:
+        Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), loss, models.momentum()).check(models.batches_of(1, 4)[0])
+    assert str(refused.value) == (
+        "loss: it does not take outputs float32[2, 3] of layer 'only' and labels float32[2, 3]; "
+        f"it says: KeyError: 'mask' ({line_of(breaks)}); mend the loss"
+    )
+
+
+@pytest.mark.parametrize("name", ["jax", "json", "typed in"])
+def test_a_place_outside_of_the_callers_own_files_is_left_out(name):
+    """What the own code called is not where the mistake is; what has no file has no place."""
+    names = {"jnp": jnp, "json": json}
+    exec("calls = {'jax': lambda x: jnp.dot(x, x), 'json': lambda x: json.loads('?'), 'typed in': lambda x: x.nothing}", names)
+    with pytest.raises(InputError) as refused:
+        LayerStack({"broken": names["calls"][name]}).specs(np.zeros((2, 3), np.float32))
+    assert re.search(r"it says: (TypeError|JSONDecodeError|AttributeError): ", str(refused.value))
+    assert ".py" not in str(refused.value)
+    assert "<string>" not in str(refused.value)
+
+
+def test_the_place_of_a_mistake_that_a_library_finds_is_where_the_own_code_called_it():
+    def parses(x):
+        return json.loads("?")
+
+    with pytest.raises(InputError, match=re.escape(f"({line_of(parses)}); make the output of 'the batch' fit the input of 'broken'")):
+        LayerStack({"broken": parses}).specs(np.zeros((2, 3), np.float32))
+
+
+def test_complex_parameters_are_refused():
+    """The optimizer would see their real parts only."""
+    turned = Layer(lambda key, x: ({"w": jnp.ones(3, jnp.complex64)}, {}), lambda params, state, x, key, train: (x, state))
+    with pytest.raises(InputError, match=r"parameter a\['w'\] is complex64: only real .*; keep its real and imaginary parts as two"):
+        LayerStack({"a": turned}).specs(np.zeros((2, 3), np.float32))
+
+
 def test_integer_parameters_are_refused():
     counted = Layer(lambda key, x: ({"count": jnp.zeros(3, jnp.int32)}, {}), lambda params, state, x, key, train: (x, state))
-    with pytest.raises(InputError, match=r"parameter a\['count'\] is int32: only floating-point parameters.*make it layer state"):
+    with pytest.raises(InputError, match=r"parameter a\['count'\] is int32: only real floating-point parameters.*make it layer state"):
         LayerStack({"a": counted}).specs(np.zeros((2, 3), np.float32))
 
 
