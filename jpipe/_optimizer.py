@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.extend.core import jaxpr_as_fun
 
+from jpipe._dependence import reached
 from jpipe._errors import InputError
 
 Tree = Any
@@ -55,64 +56,106 @@ def _optax_promotion() -> Iterator[None]:
 _UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
 _STEPS = 100  # at most
 _NAN_STEP = 6
+_LAYERS = 12  # at most, of those that differ least in their place
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
 def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseOptimizer:
-    """The optimizer layer by layer, or a refusal where its update of one layer depends on the others.
+    """The optimizer layer by layer, or a refusal where that would give other numbers.
 
-    Runs it on the whole model and layer by layer, on tiny arrays in the model's structure, for a few steps with gradients from
-    1e-6 to 1e6, another size for each layer at each step, later with one layer NaN. Updates and states must agree. An
-    optimizer that fails on such trees is refused too.
+    Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
+    parameters or the state of another layer, at any step. Then it runs on tiny arrays, whole and layer by layer, for a few steps with
+    gradients from 1e-6 to 1e6, another size for each layer at each step, later with one layer NaN: updates and states must agree.
+    An optimizer that fails on the model's structure is refused too.
 
     Args:
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
 
     Raises:
-        InputError: says which layer differs first, and what to use instead.
+        InputError: says which layer depends on which, or differs first, and what to use instead.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
-    params = {layer_id: jax.tree.map(_tiny, tree) for layer_id, tree in specs.items()}
     try:
-        _Run(transformation, params)
+        coupled = _coupled_layers(transformation, specs)
     except Exception as error:
         raise InputError(
-            f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(params))}': params, …}}: "
+            f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
             f"{_first_line(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
             "more than gradients, state and params (a loss value, a function) cannot be used"
         ) from error
-    alone = LayerwiseOptimizer(transformation, {})
-    if not _difference(alone, params):
-        return alone
-    in_structure = LayerwiseOptimizer(transformation, {i: jax.tree.map(lambda _: optax.MaskedNode(), tree) for i, tree in params.items()})
-    if difference := _difference(in_structure, params):
-        raise InputError(
-            f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {difference}; leave out the part that "
-            "looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); to clip by the "
-            "global norm use clip_global_norm of the pipeline"
-        )
+    if coupled is not None:
+        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled))
+    blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
+    alone, in_structure = LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)
+    with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
+        tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
+        if not _difference(alone, blank, tiny):
+            return alone
+        if difference := _difference(in_structure, blank, tiny):
+            raise _refusal(difference)
     return in_structure
 
 
-def _difference(layerwise: LayerwiseOptimizer, params: Mapping[str, Tree]) -> str:
-    """How the optimizer layer by layer differs from the whole, in words; nothing where it does not."""
-    ids = [layer_id for layer_id, tree in params.items() if jax.tree.leaves(tree)]
-    whole = _Run(layerwise.transformation, params)
+def _refusal(why: str) -> InputError:
+    return InputError(
+        f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; leave out the part that "
+        "looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); to clip by the "
+        "global norm use clip_global_norm of the pipeline"
+    )
+
+
+def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
+    """A layer whose update depends on another layer, at the first step or later through the state, and that other layer."""
+    ids = sorted(specs)  # as the leaves of a dict come
+    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
+    with _optax_promotion():
+        init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
+        update = jax.make_jaxpr(transformation.update)(dict(specs), state, dict(specs)).jaxpr
+    of_state = reached(init.jaxpr, marks)
+    while True:
+        results = reached(update, [*marks, *of_state, *marks])
+        of_updates, after = results[: len(marks)], results[len(marks) :]
+        grown = [old | new for old, new in zip(of_state, after, strict=True)]
+        if grown == of_state:
+            break
+        of_state = grown
+    for own, mark in zip(marks, of_updates, strict=True):
+        if others := mark & ~own:
+            return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
+    return None
+
+
+def _some(ids: list[str]) -> list[str]:
+    """All of a few layers; of many the first, the last, and some between them."""
+    if len(ids) <= _LAYERS:
+        return ids
+    return [ids[i * (len(ids) - 1) // (_LAYERS - 1)] for i in range(_LAYERS)]
+
+
+def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> str:
+    """How these layers one by one differ from these layers together, in words; nothing where they do not.
+
+    Args:
+        layerwise: one by one.
+        blank: the structure of the whole model, in which they are together.
+        params: the layers.
+    """
+    whole = _Run(layerwise.transformation, {**blank, **params})
     try:
-        split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: params[i]}) for i in ids}
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: tree}) for i, tree in params.items()}
     except Exception as error:
         return f"on one layer alone it fails: {_first_line(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
-        gradients = _gradients(params, ids, step)
-        expected = whole.step(gradients)
-        for layer_id in ids:
+        gradients = _gradients(params, step)
+        expected = whole.step({**blank, **gradients})
+        for layer_id in params:
             found = split[layer_id].step({**layerwise.blank, layer_id: gradients[layer_id]})
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
-                return f"after {step + 1} steps layer '{layer_id}' is not what it is without the others"
+                return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
         step += 1
     return ""
@@ -126,14 +169,12 @@ class _Run:
             updates, state = transformation.update(gradients, state, params)
             return updates, state, optax.apply_updates(params, updates)
 
-        with _optax_promotion():
-            self._params, self._state = params, transformation.init(params)
-            self._update = _prepared(update, params, self._state, params)
+        self._params, self._state = params, transformation.init(params)
+        self._update = _prepared(update, params, self._state, params)
 
     def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
         """The arrays of the updates and of the new state, by their paths."""
-        with _optax_promotion():
-            updates, self._state, self._params = self._update(gradients, self._state, self._params)
+        updates, self._state, self._params = self._update(gradients, self._state, self._params)
         return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
 
 
@@ -153,14 +194,14 @@ def _tiny(spec: Any) -> jax.Array:
     return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
 
 
-def _gradients(params: Mapping[str, Tree], ids: list[str], step: int) -> dict[str, Tree]:
+def _gradients(params: Mapping[str, Tree], step: int) -> dict[str, Tree]:
     generator = np.random.default_rng(step)
-    gradients = dict(params)
-    for number, layer_id in enumerate(ids):
+    gradients = {}
+    for number, (layer_id, tree) in enumerate(params.items()):
         size = 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
-        if step == _NAN_STEP and number == step % len(ids):
+        if step == _NAN_STEP and number == step % len(params):
             size = np.nan
-        gradients[layer_id] = jax.tree.map(lambda leaf, size=size: _noise(generator, leaf, size), params[layer_id])
+        gradients[layer_id] = jax.tree.map(lambda leaf, size=size: _noise(generator, leaf, size), tree)
     return gradients
 
 
@@ -175,6 +216,8 @@ def _to_numpy(leaf: Any) -> np.ndarray:
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape:
+        return False
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return bool(np.all(a == b))
     a, b = a.astype(np.float64), b.astype(np.float64)

@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jpipe._dependence import is_literal, reached
+
 Tree = Any
 
 
@@ -60,18 +62,18 @@ def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree,
     closed = jax.make_jaxpr(forward)(params, arguments, draw)
     jaxpr = closed.jaxpr
     count = [len(jax.tree.leaves(part)) for part in (params, arguments, draw)]
-    by_arguments = _reached(jaxpr, [False] * count[0] + [True] * count[1] + [False] * count[2])
-    by_weights = _reached(jaxpr, [True] * count[0] + [False] * (count[1] + count[2]))
-    by_draw = _reached(jaxpr, [False] * (count[0] + count[1]) + [True] * count[2])
+    by_arguments = reached(jaxpr, [0] * count[0] + [1] * count[1] + [0] * count[2])
+    by_weights = reached(jaxpr, [1] * count[0] + [0] * (count[1] + count[2]))
+    by_draw = reached(jaxpr, [0] * (count[0] + count[1]) + [1] * count[2])
     argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
     draws = set(jaxpr.invars[count[0] + count[1] :])
     leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, draw)[0]))
-    output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not _is_literal(var)}
+    output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not is_literal(var)}
     saved: dict[Any, int] = {}
     sources = []
     for i, var in enumerate(jaxpr.outvars[leaves_from:], start=leaves_from):
         only_drawn = by_draw[i] and not by_weights[i]
-        if _is_literal(var) or var in draws or not (by_arguments[i] or only_drawn):
+        if is_literal(var) or var in draws or not (by_arguments[i] or only_drawn):
             sources.append(Source("weights"))
         elif var in argument_of:
             sources.append(Source("argument", argument_of[var]))
@@ -95,44 +97,3 @@ def restore_leaves(
         leaf if source.kind == "weights" else found[source.kind][source.position]
         for leaf, source in zip(leaves, residuals.sources, strict=True)
     ]
-
-
-def _is_literal(var: Any) -> bool:
-    return hasattr(var, "val")
-
-
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr, whether any of the inputs marked True reaches it (nested calls looked into)."""
-    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
-    for equation in jaxpr.eqns:
-        marks = [not _is_literal(var) and var in marked for var in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
-        same_form = hasattr(inner, "eqns") and len(inner.invars) == len(marks) and len(inner.outvars) == len(equation.outvars)
-        if same_form and equation.primitive.name == "scan":
-            results = _reached_by_scan(inner, marks, *_scan_parts(equation, inner))
-        elif same_form and equation.primitive.name != "while":
-            results = _reached(inner, marks)
-        else:
-            results = [any(marks)] * len(equation.outvars)
-        marked.update(var for var, mark in zip(equation.outvars, results, strict=True) if mark)
-    return [not _is_literal(var) and var in marked for var in jaxpr.outvars]
-
-
-def _scan_parts(equation: Any, body: Any) -> tuple[int, int]:
-    """How many constants and how many carried arrays a scan has. Told from shapes, since JAX versions name its parameters differently:
-    what is scanned over, and what is stacked, has one dim less inside."""
-    scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))
-    carry = sum(outer.aval.shape == inner.aval.shape for outer, inner in zip(equation.outvars, body.outvars, strict=True))
-    return len(equation.invars) - scanned - carry, carry
-
-
-def _reached_by_scan(body: Any, marks: list[bool], consts: int, carry: int) -> list[bool]:
-    """The same for a scan, whose body is given back what it carries: until no more of the carry is reached."""
-    marks = list(marks)
-    while True:
-        results = _reached(body, marks)
-        fed_back = [old or new for old, new in zip(marks[consts : consts + carry], results[:carry], strict=True)]
-        if fed_back == marks[consts : consts + carry]:
-            return [*fed_back, *results[carry:]]
-        marks[consts : consts + carry] = fed_back
