@@ -45,6 +45,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
         config = Config.model_validate(data)
     except pydantic.ValidationError as error:
         raise explain(error, Config, where) from None
+    if config.plan.file is not None:
+        for override, key in zip(overrides, given, strict=True):
+            if key.startswith("plan.") and key != "plan.file" or key == "plan" and set(data["plan"]) != {"file"}:
+                raise InputError(
+                    f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
+                )
     if config.code and not allow_code:
         named = ", ".join(f"'{target}' ({key})" for key, target in config.code.items())
         raise InputError(
@@ -55,8 +61,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
 
 
 def to_yaml(config: Config) -> str:
-    """The config with every default filled in; `load` of this text gives an equal one."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    """The config with every default filled in; `load` of this text gives one of the same run.
+
+    It is equal to this one, unless a `plan.file` replaces the other keys of `plan`: then they are left out.
+    """
+    data = config.model_dump()
+    if config.plan.file is not None:
+        data["plan"] = {"file": config.plan.file}
+    return yaml.safe_dump(data, sort_keys=False)
 
 
 def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:

@@ -47,7 +47,8 @@ def load(config: Config) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation.
     """
     if config.data.target is not None:
-        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
+        portions = config.seed, config.train.batch_size, config.train.steps
+        train, validation = own_data.load(config.data.target, config.data.arguments, *portions)
         return Data(train, validation, config.data.target)
     text = read_text(config.data.path, config.data.validation_fraction)
     seq_len, batch_size = config.model.seq_len, config.train.batch_size

@@ -5,6 +5,7 @@ Nothing here asks whether that is allowed: `train.config_file.load` refuses such
 
 import importlib
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -14,12 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jpipe
 from jpipe import InputError, nearest
 from train import interrupt
 from train.arguments import check_names
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_NOT_THE_USERS = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<")
+_OUR_PACKAGES = ("jpipe", "planner", "train")
+_NOT_THE_USERS = (
+    "<",  # of no file
+    *(str(Path(module).parent) + os.sep for module in (__file__, jpipe.__file__)),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 def check_form(target: str) -> str:
@@ -38,10 +45,15 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
     Raises:
         InputError: no such module or function, a module that fails when it is imported, something that is no function of a
-            module (`os:system`, a constant).
+            module of the user's (`os:system`, a constant).
     """
     module_name, _, name = target.partition(":")
-    if module_name.split(".")[0] in sys.stdlib_module_names:
+    package = module_name.split(".")[0]
+    if package in _OUR_PACKAGES:  # a train.py of the user's would never be found
+        raise InputError(
+            f"{key}: expected a function of your own, found '{target}', and '{package}' is a package of jpipe's; rename your module"
+        )
+    if package in sys.stdlib_module_names:
         raise InputError(
             f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module that is none of Python's"
         )
@@ -98,17 +110,17 @@ def told(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         interrupt.check()  # a Ctrl-C may come out as any error
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        raise InputError(f"{what}: {type(error).__name__}: {first_line} ({_place(error)}); mend it there") from None
+        place = _place(error)
+        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place}); mend it there' if place else '; mend it'}") from None
 
 
-def _place(error: BaseException) -> str:
-    """`file:line` of the last frame in code of the user's."""
+def _place(error: BaseException) -> str | None:
+    """`file:line` of the last frame in code of the user's, if there is one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return own[-1] if own else None
 
 
 def _is_function(value: Any) -> bool:

@@ -38,14 +38,14 @@ class OwnBatches:
         return batch
 
 
-def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, steps: int) -> tuple[OwnBatches, OwnBatches]:
     """(train, validation) from `target(seed, batch_size, **arguments)`.
 
-    `train[t]` is batch t, for any t, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the same in
-    every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
+    `train[t]` is batch t, for any t < `steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
+    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
 
     Raises:
-        InputError: the target is not there, fails, or returns something else.
+        InputError: the target is not there, fails, or returns something else, or a list of too few batches.
     """
     found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
     if not isinstance(found, Sequence) or len(found) != 2:
@@ -59,4 +59,10 @@ def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> 
     train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
+    # An object of another kind may begin again after its last batch, whatever its len() is.
+    if isinstance(found[0], (list, tuple)) and len(train) < steps:
+        raise InputError(
+            f"data.target: expected train to give batch t for every t < train.steps {steps}, found a {type(found[0]).__name__} of "
+            f"{len(train)}; repeat them or lower train.steps"
+        )
     return train, validation

@@ -154,6 +154,12 @@ def test_an_override_that_does_not_fit(refused, override, message):
     assert re.match(f"jpipe: {message}", refused("tiny.yaml", "--set", override))
 
 
+@pytest.mark.parametrize("override", ["plan.schedule=gpipe", "plan={file: other.json, schedule: gpipe}"])
+def test_an_override_that_a_plan_file_makes_idle(refused, override):
+    message = f"jpipe: --set {override}: would mean nothing beside plan.file 'other.json'; leave it out, or change the plan file\n"
+    assert refused("tiny.yaml", "--set", override, *(() if "file" in override else ("--set", "plan.file=other.json"))) == message
+
+
 def test_an_override_twice(refused):
     line = refused("tiny.yaml", "--set", "train.steps=2", "--set", "train.steps=3")
     assert line.startswith("jpipe: --set train.steps=3: expected each key once, found --set train.steps=… before it, which would be lost")

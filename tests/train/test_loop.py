@@ -49,6 +49,7 @@ def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     assert (plan.schedule, plan.depth, plan.microbatches) == ("pipedream_2bw", 2, 2)
     again = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
     assert rows_of(again.folder) == rows_of(folder)
+    assert yaml.safe_load((again.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
 @pytest.mark.parametrize("schedule", jpipe.SCHEDULES)

@@ -65,6 +65,10 @@ def repeats():
     return jpipe.LayerStack({})
 
 
+def no_stack():
+    return jpipe.LayerStack(3)
+
+
 @jax.jit
 def loss(outputs, labels, power=2):
     return (jnp.abs(outputs - labels) ** power).sum(), jnp.asarray(float(labels.size))
@@ -86,9 +90,18 @@ def data(seed, batch_size):
     return Batches(seed + 1, batch_size), Batches(0, batch_size)
 
 
+class Few(Batches):
+    def __getitem__(self, t):
+        return super().__getitem__([0, 1, 2][t])
+
+
 def few(seed, batch_size):
-    train, validation = data(seed, batch_size)
-    return [train[t] for t in range(3)], validation
+    return Few(seed, batch_size), Batches(0, batch_size)
+
+
+def numbered(seed, batch_size):
+    batches = Batches(seed, batch_size)
+    return {t: batches[t] for t in range(3)}, batches
 
 
 def odd_data(seed, batch_size, kind):
@@ -99,9 +112,10 @@ def odd_data(seed, batch_size, kind):
         "number": (3, good),
         "generator": ((batch for batch in good), good),
         "empty": (good, []),
-        "lists": ([[1, 2]], good),
-        "jax": ([(jnp.ones((batch_size, 2)), jnp.ones((batch_size, 1)))], good),
-        "rows": ([Batches(0, 3)[0]], good),
+        "few": (good * 3, good),
+        "lists": ([[1, 2]] * 40, good),
+        "jax": ([(jnp.ones((batch_size, 2)), jnp.ones((batch_size, 1)))] * 40, good),
+        "rows": ([Batches(0, 3)[0]] * 40, good),
     }[kind]
 
 
@@ -153,7 +167,7 @@ def test_everything_can_be_ones_own(capsys):
     assert "data: own_parts:data; plan: 2 stages, gpipe" in out
     assert "samples/s" in out
     assert "tokens" not in out
-    before, after = map(float, re.search(r"validation loss (\S+) → (\S+); the run is in run\n$", out).groups())
+    before, after = map(float, re.search(r"validation loss (\S+) → (\S+); the run is in run; open its report.html\n$", out).groups())
     assert after < 0.2 * before
     assert str(Path.cwd()) not in sys.path
 
@@ -198,6 +212,8 @@ def test_a_config_alone_runs_no_code(capsys, section, target):
             "numpy:array",
             "expected a function or class written in Python, found 'numpy:array', a builtin_function_or_method; name a function",
         ),
+        ("train:model", "expected a function of your own, found 'train:model', and 'train' is a package of jpipe's; rename your module"),
+        ("jpipe.x:y", "'jpipe' is a package of jpipe's; rename"),
         ("own_parts:limit", "expected a function or class written in Python, found 'own_parts:limit', a int; name a function"),
         ("own_parts:modle", "the module 'own_parts' has no function 'modle'; did you mean 'model'?"),
         ("own_part:model", "there is no module 'own_part' for 'own_part:model' in the current folder "),
@@ -271,6 +287,7 @@ def test_a_loss_takes_its_arguments():
         ("number", "expected the train batches of 'own_parts:odd_data' to be indexable, train[t], found int; return a list"),
         ("generator", "to be indexable, train[t], found generator; return a list"),
         ("empty", "expected at least one validation batch from 'own_parts:odd_data', found none"),
+        ("few", "expected train to give batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
         ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
         ("jax", "with 8 rows, found in it ArrayImpl; use np.asarray"),
         ("rows", "with 8 rows (train.batch_size), found 3 rows; mend it, or train.batch_size"),
@@ -288,7 +305,14 @@ def test_data_that_is_none_is_refused(capsys, kind, message):
 def test_data_that_runs_out_is_told_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
-    assert re.match(r"jpipe: data\.target: train\[3\] fails: IndexError: list index out of range \(.*\); mend it there\n$", err)
+    assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); mend it there\n"
+
+
+def test_no_line_of_ours_is_named_as_the_users(capsys):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:numbered"})
+    assert (code, err) == (2, "jpipe: data.target: train[3] fails: KeyError: 3; mend it\n")
+    with pytest.raises(jpipe.InputError, match=re.escape(f"({line_of('return jpipe.LayerStack(3)')}); mend it there")):
+        entry_point.call("own_parts:no_stack", "model.target", {})
 
 
 def test_layers_that_do_not_fit_are_told(capsys):
