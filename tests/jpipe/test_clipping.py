@@ -1,11 +1,12 @@
 """Clipping by the global norm of all stages: exact, whatever the cut; refused where it is not there."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jpipe import InputError, Pipeline, Plan, ProgramError, StageCost, lower, simulate
+from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, ProgramError, StageCost, lower, simulate
 from jpipe._program import SumSquares, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_close, check_equal, train, train_as_one_function
@@ -53,14 +54,47 @@ def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):
     check_equal(norms_of(pipeline(sizes, schedule, models.momentum()), batches), expected)
 
 
-def test_a_norm_that_is_no_number_spares_no_layer():
-    """As with optax: one layer's NaN reaches all of them."""
-    batches = models.masked_batches(1, M)
-    batches[0][0].fill(np.nan)
-    pipe = pipeline((2, 2), "gpipe", optax.sgd(0.1))
-    state, metrics = pipe.step(pipe.init(jax.random.key(0), batches[0]), batches[0])
-    assert np.isnan(metrics.norms[0])
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(pipe.params(state)))
+def nan_gradient() -> Layer:
+    """The identity, with a parameter that changes nothing and whose gradient is not a number: that of 0·√p at 0."""
+    return Layer(
+        lambda key, x: ({"p": jnp.zeros((), x.dtype)}, {}), lambda params, state, x, key, train: (x + 0 * jnp.sqrt(params["p"]), state)
+    )
+
+
+@pytest.mark.parametrize("clip", [None, NORM])
+def test_a_norm_that_is_no_number_spares_no_layer(clip):
+    """As with optax: one layer's NaN reaches all of them, through the norm alone."""
+    stack = LayerStack({"first": models.dense(), "bad": nan_gradient(), "last": models.dense()})
+    batch = models.batches_of(1, 2 * M)[0]
+    pipe = Pipeline(
+        stack, models.cut(stack.ids, (1, 1, 1), microbatches=M, schedule="gpipe"), models.squares, optax.sgd(0.1), clip_global_norm=clip
+    )
+    state, metrics = pipe.step(pipe.init(jax.random.key(0), batch), batch)
+    are_nan = {layer_id: {bool(jnp.isnan(leaf).all()) for leaf in jax.tree.leaves(tree)} for layer_id, tree in pipe.params(state).items()}
+    assert are_nan == {"first": {clip is not None}, "bad": {True}, "last": {clip is not None}}
+    assert np.isfinite(metrics.losses[0])
+    assert [np.isnan(norm) for norm in metrics.norms.values()] == [True] * (clip is not None)
+
+
+@pytest.mark.parametrize("size", [3e2, 1e-4], ids=["squares_too_large_for_float16", "squares_too_small_for_float16"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_squares_of_short_floats_are_summed_in_float32(dtype, size):
+    """x·w, where w is 1: its gradient is x, which NumPy squares in float64. Neither dtype holds those squares, or not their digits."""
+
+    def scale() -> Layer:
+        return Layer(
+            lambda key, x: ({"w": jnp.ones(x.shape[-1:], dtype)}, {}),
+            lambda params, state, x, key, train: (x * params["w"][None, :], state),
+        )
+
+    def plain_sum(y, labels):
+        return y.astype(jnp.float32).sum(), jnp.float32(1.0)
+
+    stack = LayerStack({"first": scale(), "second": scale()})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 1), plain_sum, optax.sgd(1.0), clip_global_norm=size)
+    x = (size * np.random.default_rng(0).uniform(0.5, 1.5, size=(1, 50))).astype(dtype)
+    _, metrics = pipe.step(pipe.init(jax.random.key(0), (x, x)), (x, x))
+    np.testing.assert_allclose(metrics.norms[0], np.sqrt(2 * np.square(x.astype(np.float64)).sum()), rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
