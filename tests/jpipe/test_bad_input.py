@@ -62,6 +62,17 @@ def without(key):
             {"stages": [{"layers": IDS[:1]}, {"layrs": IDS[1:]}]},
             r"^plan\.json: unknown key 'stages\.1\.layrs'; did you mean 'stages\.1\.layers'\?$",
         ),
+        *(
+            (
+                {"stages": [{"layers": IDS, "replicas": replicas}], "placement": [[0]]},
+                rf"^plan\.json: stages\.0\.replicas: expected a valid integer, found {replicas!r}$",
+            )
+            for replicas in (True, "1", 1.0)
+        ),
+        *(
+            ({"placement": [[0], [number]]}, rf"^plan\.json: placement\.1\.0: expected .* integer.*, found {number!r}$")
+            for number in (True, "1", 1.0)
+        ),
         ({"microbatches": 10**10}, r"^plan\.json: microbatches: expected less than or equal to 1000000000, found 10000000000$"),
         ({"microbatches": float("nan")}, r"^plan\.json: microbatches: expected a valid integer, found nan$"),
         ({"stages": [{"layers": ["a", ""]}]}, r"^plan\.json: stages\.0\.layers: expected names of printable characters, found ''$"),
