@@ -1,5 +1,6 @@
 """What a pipeline really does: when each computation runs and what each worker holds, measured while it trains."""
 
+import itertools
 import queue
 import statistics
 import sys
@@ -40,7 +41,8 @@ class Tracer:
 
     A thread for each worker waits for its computations, one after the other, and notes when each is over. A computation begins
     where its input is there, the one before on its device is over, and it is dispatched. Nothing waits for the measurement, but
-    it costs some microseconds a computation: measure a few steps, not the whole run.
+    it costs tens to hundreds of microseconds a computation: measure a few steps, not the whole run. In a `with` it is given up at the end if it
+    was not finished.
 
     Args:
         plan: what runs.
@@ -55,9 +57,9 @@ class Tracer:
         self._plan = plan
         self._clips = False
         self._began = time.perf_counter()
+        self._open = True
+        _switch_often(True)
         self._watchers = [_Watcher(self._began) for _ in range(plan.depth)]
-        self._switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_interval, 5e-4))  # seconds: a thread that was waited for is to note the time soon
 
     def __call__(self, event: Event) -> None:
         """Take note of one instruction."""
@@ -72,11 +74,41 @@ class Tracer:
         Raises:
             RuntimeError: a computation failed (out of memory, say); the error of the device.
         """
-        sys.setswitchinterval(self._switch_interval)
+        self.close()
         for watcher in self._watchers:
-            watcher.stop()
+            if watcher.error is not None:
+                raise watcher.error
         timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan.microbatches, self._clips)
         return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
+
+    def close(self) -> None:
+        """Stop measuring, once what was dispatched is over."""
+        if self._open:
+            self._open = False
+            for watcher in self._watchers:
+                watcher.stop()
+            _switch_often(False)
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_tracers = 0
+_usual_interval = sys.getswitchinterval()
+
+
+def _switch_often(begin: bool) -> None:
+    """While any tracer is open let threads take turns sooner, so that one that was waited for notes the time at once."""
+    global _tracers, _usual_interval
+    if begin and _tracers == 0:
+        _usual_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(_usual_interval, 5e-4))  # seconds
+    _tracers += 1 if begin else -1
+    if _tracers == 0:
+        sys.setswitchinterval(_usual_interval)
 
 
 _Instruction = Forward | Backward | ForwardBackward | Update
@@ -96,9 +128,10 @@ class _Watcher:
     def __init__(self, began: float) -> None:
         self.computations: list[_Computation] = []
         self.samples: list[MemorySample] = []
+        self.error: Exception | None = None
         self._began = began
         self._sizes: dict[Any, int] = {}  # of what does not change in size: each version, optimizer state, sums, layer state
-        self._error: Exception | None = None
+        self._buffers: dict[tuple[str, int], int] = {}  # of those that are held
         self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, MemorySample] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
@@ -109,8 +142,6 @@ class _Watcher:
     def stop(self) -> None:
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None:
-            raise self._error
 
     def _wait(self) -> None:
         try:
@@ -121,54 +152,81 @@ class _Watcher:
                 (device,) = done.devices()
                 self.computations.append(_Computation(instruction, device, dispatched, end))
                 self.samples.append(sample._replace(time=end))
-        except Exception as error:  # told by stop(), to whoever asks for the result
-            self._error = error
+        except Exception as error:  # told by finish()
+            self.error = error
 
     def _sample(self, state: WorkerState) -> MemorySample:
-        sizes = self._sizes
+        """What the worker holds; only what it did not hold before is looked at, for there may be hundreds of microbatches."""
+        sizes, held = self._sizes, self._buffers
         named = ("optimizer", state.optimizer), ("sums", state.sums), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
             if name not in sizes:
                 sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-        counted: set[int] = set()  # an output that is kept for the backward is both a residual and a message
-        residuals, other = 0, sizes["state"]
-        for (kind, _), tree in sorted(state.buffers.items(), key=lambda item: item[0][0] != "residuals"):
-            for leaf in jax.tree.leaves(tree):
-                if id(leaf) not in counted:
-                    counted.add(id(leaf))
-                    residuals, other = (residuals + leaf.nbytes, other) if kind == "residuals" else (residuals, other + leaf.nbytes)
+        for name in held.keys() - state.buffers.keys():
+            del held[name]
+        for kind, k in state.buffers.keys() - held.keys():
+            # An output that is kept for the backward is a residual, and no message besides.
+            kept = {id(leaf) for leaf in jax.tree.leaves(state.buffers.get(("residuals", k)))} if kind == "output" else set()
+            held[kind, k] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffers[kind, k]) if id(leaf) not in kept)
+        residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
+        other = sizes["state"] + sum(held.values()) - residuals
         weights = {version: sizes[version] for version in sorted(state.versions)}
         return MemorySample(0.0, weights, sizes["optimizer"], sizes["sums"], residuals, other)
 
 
+_Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)
+
+
 def _timeline(workers: Sequence[Sequence[_Computation]], microbatches: int, clips: bool) -> Timeline:
-    """Spans from the ends of the computations and what each had to wait for; an update that clips waits for stage 0's last backward."""
-    ends = {
-        (s, _OPS[type(c.instruction)], c.instruction.microbatch): c.end
-        for s, computations in enumerate(workers)
-        for c in computations
-        if not isinstance(c.instruction, Update)
-    }
+    """Spans from the ends of the computations and what each had to wait for."""
+    computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
+    waits_for = {key: [k for k in _inputs(key, microbatches, clips) if k in computations] for key in computations}
+    for s, own in enumerate(workers):
+        for before, after in itertools.pairwise(own):
+            waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
+    ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
     rows: list[list[Span]] = [[] for _ in workers]
     free: dict[jax.Device, float] = {}  # when the computation before is over
-    for s, c in sorted(((s, c) for s, computations in enumerate(workers) for c in computations), key=lambda pair: pair[1].end):
-        i, row = c.instruction, rows[s]
-        start = min(max(c.dispatched, free.get(c.device, 0.0)), c.end)
-        free[c.device] = c.end
-        if isinstance(i, Update):
-            if row:
-                last = (i.batch + 1) * microbatches - 1
-                norm = max(ends.get((0, op, last), 0.0) for op in ("B", "FB")) if clips else 0.0
-                start = min(max(start, row[-1].end, norm), c.end)
-                row[-1] = row[-1]._replace(updates=True, update_time=c.end - start, update_wait=start - row[-1].end)
-            continue
-        op = _OPS[type(i)]
-        if op == "B":
-            before = max(ends.get((s + 1, after, i.microbatch), 0.0) for after in ("B", "FB"))
-        else:
-            before = ends.get((s - 1, "F", i.microbatch), 0.0)
-        row.append(Span(op, i.microbatch, i.version, min(max(start, before), c.end), c.end))
+    for key in sorted(computations, key=ends.__getitem__):  # stable: in a worker's order where times are equal
+        c, row, end = computations[key], rows[key[0]], ends[key]
+        start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
+        free[c.device] = end
+        if not isinstance(c.instruction, Update):
+            row.append(Span(_OPS[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end))
+        elif row:
+            row[-1] = row[-1]._replace(updates=True, update_time=end - start, update_wait=start - row[-1].end)
     return tuple(tuple(row) for row in rows)
+
+
+def _key(worker: int, instruction: _Instruction) -> _Key:
+    if isinstance(instruction, Update):
+        return worker, "U", instruction.batch
+    return worker, _OPS[type(instruction)], instruction.microbatch
+
+
+def _inputs(key: _Key, microbatches: int, clips: bool) -> list[_Key]:
+    """What a computation may get its input from: the neighbour's, or for an update that clips the first stage's last backward."""
+    worker, op, k = key
+    match op:
+        case "F" | "FB":
+            return [(worker - 1, "F", k)]
+        case "B":
+            return [(worker + 1, after, k) for after in ("B", "FB")]
+        case _:
+            return [(0, after, (k + 1) * microbatches - 1) for after in ("B", "FB")] if clips else []
+
+
+def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
+    """The ends without contradictions: a thread may note one late, but what was waited for was over before."""
+    changed = True
+    while changed:
+        changed = False
+        for key in sorted(ends, key=ends.__getitem__, reverse=True):
+            for before in waits_for[key]:
+                if ends[before] > ends[key]:
+                    ends[before] = ends[key]
+                    changed = True
+    return ends
 
 
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline) -> tuple[StageCost, ...]:
