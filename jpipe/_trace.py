@@ -40,9 +40,9 @@ class Tracer:
     """Measures some steps: give it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
 
     A thread for each worker waits for its computations, one after the other, and notes when each is over. A computation begins
-    where its input is there, the one before on its device is over, and it is dispatched. Nothing waits for the measurement, but
-    it costs tens to hundreds of microseconds a computation: measure a few steps, not the whole run. In a `with` it is given up at the end if it
-    was not finished.
+    where its input is there, the one before on its device is over, and it is dispatched. Nothing waits for the measurement, but it
+    costs tens to hundreds of microseconds a computation: measure a few steps, not the whole run. In a `with` it is given up at the
+    end if it was not finished.
 
     Args:
         plan: what runs.
