@@ -1,0 +1,71 @@
+"""A predicted window is the one that a run from the very beginning would show; what counts as busy in it, by hand."""
+
+import pytest
+
+from jpipe import Plan, Span, StageCost, batches_until_full, cut_window, lower, predict_window, simulate
+from tests.jpipe import models
+
+M = 4
+FIRST, BATCHES = 20, 3
+# Whole and half numbers, so that times may be compared exactly. Stage 1 has the most work. Messages weigh nothing: the phase of the
+# program decides whether one that arrives between two computations is counted with the first of them or the second.
+UNBALANCED = [
+    StageCost(forward=2.0, backward=3.0, update=1.0, residuals=3, weights=10, optimizer=20, sums=10),
+    StageCost(forward=4.0, backward=7.0, update=2.0, residuals=5, weights=10, optimizer=20, sums=10),
+    StageCost(forward=1.5, backward=3.0, update=3.0, residuals=2, weights=10, optimizer=20, sums=10),
+]
+
+
+def window_of(plan, costs, start, clips=False):
+    """The window cut out of a run whose pipeline is empty before the batch `start`."""
+    run = simulate(lower(plan, FIRST + BATCHES + 1, begin=start, start=start, clips=clips), costs)
+    return cut_window(run.timeline, run.memory, plan.microbatches, FIRST, BATCHES)
+
+
+@pytest.mark.parametrize("variant", models.VARIANTS)
+def test_a_predicted_window_is_that_of_a_run_from_the_first_batch(variant):
+    plan = Plan.even("abc", 3, microbatches=M, **models.VARIANTS[variant])
+    assert predict_window(plan, UNBALANCED, FIRST, BATCHES) == window_of(plan, UNBALANCED, 0)
+
+
+@pytest.mark.parametrize("variant", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
+def test_a_window_that_begins_with_an_empty_pipeline_is_another(variant):
+    """Else the test above could not tell them apart."""
+    plan = Plan.even("abc", 3, microbatches=M, **models.VARIANTS[variant])
+    assert batches_until_full(plan) > 1
+    assert window_of(plan, UNBALANCED, FIRST).step_seconds < predict_window(plan, UNBALANCED, FIRST, BATCHES).step_seconds
+
+
+def test_a_window_at_the_beginning_of_a_run_begins_with_an_empty_pipeline():
+    plan = Plan.even("abc", 3, "pipedream_2bw", M)
+    run = simulate(lower(plan, 3), UNBALANCED)
+    assert predict_window(plan, UNBALANCED, 0, 2) == cut_window(run.timeline, run.memory, M, 0, 2)
+
+
+def test_clipping_moves_the_updates_of_a_predicted_window():
+    plan = Plan.even("abc", 3, "gpipe", M)
+    clipped = predict_window(plan, UNBALANCED, FIRST, BATCHES, clips=True)
+    assert clipped == window_of(plan, UNBALANCED, 0, clips=True)
+    plain = predict_window(plan, UNBALANCED, FIRST, BATCHES)
+    waits = [max(span.update_wait for span in window.timeline[2]) for window in (clipped, plain)]
+    assert waits[0] > waits[1] == 0
+
+
+@pytest.mark.parametrize("update", [0.0, 1.0, 6.0])
+def test_updates_count_as_busy(update):
+    """Two equal stages under gpipe: a batch takes (m + 1) forwards of 1, as many backwards of 2, and an update; each stage idles for 3."""
+    window = predict_window(Plan.even("ab", 2, "gpipe", M), [StageCost(update=update)] * 2, FIRST, BATCHES)
+    assert window.step_seconds == 3 * (M + 1) + update
+    assert window.bubble == pytest.approx(3 / window.step_seconds, abs=1e-12)
+
+
+def test_an_update_that_a_window_cuts_counts_with_what_is_inside():
+    """Worker 1 updates from 1 to 5; the windows begin at 0, 2 or 4 and end at 4 or 10, in forwards of worker 0."""
+    worker_0 = tuple(Span("F", k, 0, start, start + 1.0) for k, start in enumerate((0.0, 2.0, 4.0, 10.0)))
+    worker_1 = (Span("B", 0, 0, 0.0, 1.0, updates=True, update_time=4.0),)
+    windows = {
+        (first, batches): cut_window((worker_0, worker_1), ((), ()), 1, first, batches)
+        for first, batches in ((0, 2), (1, 1), (1, 2), (2, 1))
+    }
+    busy = {at: (1 - window.bubble) * 2 * window.seconds for at, window in windows.items()}
+    assert busy == pytest.approx({(0, 2): 2 + 4, (1, 1): 1 + 2, (1, 2): 2 + 3, (2, 1): 1 + 1})
