@@ -1,62 +1,74 @@
 """A few steps of a run measured now and then, and the same steps as the simulator predicts them."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import jpipe
 
+MOST_FORWARDS = 100_000  # that a prediction may simulate: some seconds
+
 
 class Measure:
-    """Decides which steps are traced, and compares each traced window with its prediction.
+    """Decides which steps are traced, and compares the last traced window with its prediction.
 
-    A window is `batches` batches once the pipeline is full, and again after each evaluation; one batch before and one after are traced
-    as well. The prediction is the schedule simulated with the median times of the window's own computations: it tells what the order
-    of the computations costs, not how fast the devices are.
+    A window is up to `batches` batches once the pipeline is full, and again after each evaluation, never with an evaluation inside;
+    one batch before and one after are traced as well. The prediction is the schedule simulated with the median times of the window's
+    own computations: it tells what the order of the computations costs, not how fast the devices are.
 
     Args:
         pipe: what runs; compiled.
         costs: of its stages in bytes, from `pipe.costs`.
         steps: of the run.
         every: steps between two evaluations.
-        batches: of a window; 0: nothing is measured.
+        batches: of a window at most; 0: nothing is measured.
 
     Attributes:
-        predicted, measured: the last window, both ways; None before the first one.
+        measured: the last window; None before the first one.
     """
 
     def __init__(self, pipe: jpipe.Pipeline, costs: Sequence[jpipe.StageCost], steps: int, every: int, batches: int) -> None:
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
         self._full = jpipe.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
-        self._first = self._batches = 0
-        self.predicted: jpipe.Window | None = None
+        self._first = self._batches = 0  # of the window that is traced
+        self._window = 0, 0  # the same of the one that was measured
         self.measured: jpipe.Window | None = None
 
     def observer(self, step: int) -> jpipe.Tracer | None:
         """What `Pipeline.step` is to be observed with at `step`, if anything; finishes the window that the step before ended."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
-        if self._tracer is None and self._begins(step):
-            self._first, self._batches = step + 1, min(self._most, self._steps - step - 2)
+        if self._tracer is None and (batches := self._fitting(step)):
+            self._first, self._batches = step + 1, batches
             self._tracer = jpipe.Tracer(self._pipe.plan)
         return self._tracer
 
     def finish(self) -> None:
-        """Wait for what is traced, if anything is, and compare."""
+        """Wait for what is traced, if anything is."""
         if self._tracer is None:
             return
         trace, self._tracer = self._tracer.finish(), None
-        plan, window = self._pipe.plan, (self._first, self._batches)
-        costs = jpipe.fit_costs(self._costs, trace.timeline)
-        self.measured = jpipe.cut_window(trace.timeline, trace.memory, plan.microbatches, *window)
-        self.predicted = jpipe.predict_window(plan, costs, *window, clips=self._pipe.clip_global_norm is not None)
+        self._costs = jpipe.fit_costs(self._costs, trace.timeline)
+        self._window = self._first, self._batches
+        self.measured = jpipe.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
-    def _begins(self, step: int) -> bool:
-        """Whether a window of at least one batch fits from here to the end, and to the next evaluation where that is possible at all."""
-        if self._most == 0 or self._steps - step < 3:
-            return False
-        due = self.measured is None and step >= self._full
-        if self._every <= self._most + 2:  # no window fits between two evaluations
-            return due
-        after_evaluation = step > 0 and step % self._every == 0
-        fits = self._every - step % self._every >= self._most + 2
-        return (due and fits) or after_evaluation
+    def close(self) -> None:
+        """Give up what is traced, if anything is: the run stops."""
+        if self._tracer is not None:
+            self._tracer.close()
+            self._tracer = None
+
+    @cached_property
+    def predicted(self) -> jpipe.Window | None:
+        """The measured window as simulated; only asked for at the end, for it takes a while. None where it would take minutes."""
+        plan = self._pipe.plan
+        forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
+        if self.measured is None or forwards > MOST_FORWARDS:
+            return None
+        return jpipe.predict_window(plan, self._costs, *self._window, clips=self._pipe.clip_global_norm is not None)
+
+    def _fitting(self, step: int) -> int:
+        """How many batches a window that begins to be traced at `step` can have; 0: none is to begin."""
+        due = step >= self._full if self.measured is None else step % self._every == 0
+        room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
+        return min(self._most, max(room - 2, 0)) if due else 0

@@ -1,5 +1,8 @@
 """Which steps of a run are measured."""
 
+import sys
+import threading
+
 import pytest
 
 import jpipe
@@ -55,9 +58,31 @@ def test_short_runs_have_short_windows(monkeypatch, tiny):
     assert windows(monkeypatch, tiny, steps=4, every=50, batches=3) == []
 
 
-def test_no_evaluation_falls_into_a_window_if_that_can_be(monkeypatch, tiny):
-    assert windows(monkeypatch, tiny, steps=20, every=6, batches=3)[0] == ([6, 7, 8, 9, 10], (7, 3))
-    assert windows(monkeypatch, tiny, steps=20, every=2, batches=3) == [([2, 3, 4, 5, 6], (3, 3))]
+def test_no_evaluation_falls_into_a_window(monkeypatch, tiny):
+    assert windows(monkeypatch, tiny, steps=14, every=6, batches=3) == [([2, 3, 4, 5], (3, 2)), ([6, 7, 8, 9, 10], (7, 3))]
+    assert windows(monkeypatch, tiny, steps=20, every=3, batches=3)[0] == ([3, 4, 5], (4, 1))
+    assert windows(monkeypatch, tiny, steps=20, every=2, batches=3) == []
+
+
+def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):
+    monkeypatch.setattr("train.measure.MOST_FORWARDS", 10)
+    summary = loop.main(changed(tiny, train={"eval_every": 50}))
+    assert summary.measured is not None
+    assert summary.predicted is None
+
+
+def test_a_run_that_stops_leaves_no_tracer_open(tiny, monkeypatch):
+    threads, interval = threading.active_count(), sys.getswitchinterval()
+
+    def poisoned(self, step, name, value):
+        if step == 3:
+            raise loop.NonFiniteLoss("step 3: the loss is nan")
+        return value
+
+    monkeypatch.setattr(loop.MetricsLog, "_finite", poisoned)
+    with pytest.raises(loop.NonFiniteLoss):
+        loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}))
+    assert (threading.active_count(), sys.getswitchinterval()) == (threads, interval)
 
 
 def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
