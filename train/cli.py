@@ -1,16 +1,21 @@
 """The entry point of `jpipe`: exit codes 0 done, 1 diverged, 2 bad input, 130 interrupted. The commands are in `train.commands`."""
 
+import importlib.metadata
 import io
 import sys
 from collections.abc import Sequence
 
 from train import interrupt
+from train.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (by default the process's own) and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without "→" is no reason to stop
+    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"jpipe {importlib.metadata.version('jpipe')}")  # not from the package itself, which imports JAX
+        return 0
     with interrupt.watched():
         try:
             with interrupt.held():  # modules in C may crash when interrupted
@@ -22,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not isinstance(error, KeyboardInterrupt) and not interrupt.pressed():
                 raise
             told = isinstance(error, KeyboardInterrupt) and str(error)
-            print(told or "interrupted before the run began")
+            print(printable(told or "interrupted before the run began"))
             return 130
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from train import interrupt
+from train.terminal import printable
 
 app = tyro.extras.SubcommandApp()
 
@@ -34,9 +35,9 @@ def train(
     try:
         loop.main(config_file.load(config, overrides, allow_code=allow_code))
     except InputError as error:
-        return _fail(error, 2)
+        return _fail(str(error), 2)
     except loop.RunStopped as error:
-        return _fail(error, 1)
+        return _fail(printable(str(error)), 1)
     return 0
 
 
@@ -63,18 +64,20 @@ def simulate(
     interrupt.check()
 
     try:
-        print(simulation.main(source, overrides, batches, png, allow_code=allow_code))
+        shown = simulation.main(source, overrides, batches, png, allow_code=allow_code)
     except InputError as error:
-        return _fail(error, 2)
+        return _fail(str(error), 2)
+    print("\n".join(map(printable, shown.split("\n"))))
     return 0
 
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code."""
-    code: int = app.cli(prog="jpipe", description="Pipeline-parallel training for JAX and Flax.", args=arguments)
+    about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
+    code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code
 
 
-def _fail(error: Exception, code: int) -> int:
-    print(f"jpipe: {error}", file=sys.stderr)
+def _fail(message: str, code: int) -> int:
+    print(f"jpipe: {message}", file=sys.stderr)
     return code

@@ -47,7 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
         raise explain(error, Config, where) from None
     if config.plan.file is not None:
         for override, key in zip(overrides, given, strict=True):
-            if key.startswith("plan.") and key != "plan.file" or key == "plan" and set(data["plan"]) != {"file"}:
+            if set(data["plan"]) != {"file"} if key == "plan" else key.startswith("plan.") and key != "plan.file":
                 raise InputError(
                     f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
                 )

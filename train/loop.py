@@ -15,6 +15,7 @@ from train.measure import Measure
 from train.progress import Reporter
 from train.run_folder import RunFolder
 from train.tensorboard import TensorBoard
+from train.terminal import count
 
 
 class RunStopped(RuntimeError):
@@ -58,9 +59,10 @@ def main(config: Config) -> Summary:
         with folder, TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
             interrupt.check()
             reporter.say(
-                f"data: {batches.source}; plan: {plan.depth} stages, {plan.schedule}; {config.train.steps} steps; run folder: {folder.path}"
+                f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}; "
+                f"run folder: {folder.path}"
             )
-            with reporter.phase(f"compiling {plan.depth} stages"):
+            with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
                 state = pipe.init(jax.random.key(config.seed), batches.train[0])
                 sizes = pipe.costs(batches.train[0])
             measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches)
@@ -70,6 +72,7 @@ def main(config: Config) -> Summary:
                     summary = train(config, pipe, state, batches, log, measure)
             finally:
                 with interrupt.held():
+                    measure.close()
                     write_report(config, pipe, folder, measure, reporter)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
@@ -152,8 +155,8 @@ class MetricsLog:
             self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
             if step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row:
                 self._folder.log(row)
-                speed = {f"{self._reporter.unit}_per_second": self._reporter.speed} | ({} if bubble is None else {"bubble": bubble})
-                self._tensorboard.write(step, {name: value for name, value in row.items() if name != "step"} | speed)
+                shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
+                self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
@@ -176,7 +179,7 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
     facts = {
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
-        "batch": f"{config.train.batch_size} in {plan.microbatches} microbatches",
+        "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": config.optimizer.name,
         "steps": str(config.train.steps),
@@ -184,22 +187,27 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
     }
-    unit = data.loss_unit(config).strip() or "loss"
+    unit = data.loss_unit(config).strip()
     try:
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
             report.write_report(folder.path, report.Report(title, facts, folder.rows(), measure.predicted, measure.measured, unit))
     except OSError as error:
         reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
+    except Exception as error:
+        reporter.say(f"report: could not be drawn: {type(error).__name__}: {_first_line(error)}")
 
 
 def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
     """The last words of a run."""
     if summary.measured is not None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
+        if why := report.why_slower(summary.predicted, summary.measured):
+            reporter.say(why)
+    drawn = (summary.folder / "report.html").is_file()
     reporter.say(
-        f"{summary.steps} steps in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}; open its report.html"
+        f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}" + ("; open its report.html" if drawn else "")
     )
 
 
@@ -207,6 +215,10 @@ def _reason(error: Exception) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         return f"the run folder cannot be written: {error.strerror or error}"
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = _first_line(error)
     hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in first_line else ""
     return f"a device failed: {first_line}{hint}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

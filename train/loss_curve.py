@@ -1,5 +1,6 @@
 """The picture of a run's losses."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
 
     Args:
         rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
-        unit: of the losses.
+        unit: of the losses; may be empty.
 
     Returns:
         The figure; `figure.savefig(path)` needs no screen.
@@ -35,10 +36,11 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     figure = Figure(figsize=(5.8, 3.5), dpi=220, layout="constrained")
     axes = figure.subplots()
     steps, losses = finite(rows, "loss")
-    strong, name = losses, "each batch"
+    each = "each batch" if logs_every_batch(rows) else "batches logged"
+    strong, name = losses, each
     if len(losses) >= SMOOTHED_FROM:
         shown = extremes(losses, _MOST_POINTS // 2)
-        axes.plot(steps[shown], losses[shown], color=_BATCH, linewidth=0.9, label="each batch")
+        axes.plot(steps[shown], losses[shown], color=_BATCH, linewidth=0.9, label=each)
         strong, name = running_mean(losses, len(losses) // 40), "running mean"
     shown = extremes(strong, _MOST_POINTS // 2)
     if len(losses):
@@ -67,7 +69,7 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
 
 def _dress(axes: "matplotlib.axes.Axes", unit: str) -> None:
     axes.set_xlabel("step", fontsize=10)
-    axes.set_ylabel(f"loss ({unit})", fontsize=10, parse_math=False)
+    axes.set_ylabel(f"loss ({unit})" if unit else "loss", fontsize=10, parse_math=False)
     axes.tick_params(labelsize=9.5, length=3, color="#888888")
     axes.grid(color="#EBEBEB", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -76,6 +78,12 @@ def _dress(axes: "matplotlib.axes.Axes", unit: str) -> None:
     axes.spines["bottom"].set_color("#888888")
     if axes.lines:
         axes.legend(frameon=False, fontsize=9.5)
+
+
+def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:
+    """Whether the training losses are of every step, up to the last."""
+    steps = [row["step"] for row in rows if "loss" in row]
+    return all(later == step + 1 for step, later in itertools.pairwise(steps))
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:

@@ -1,33 +1,43 @@
 """What a person sees of a run: phases, a bar with loss and speed on a terminal, plain lines everywhere else."""
 
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
+
+from train.terminal import printable
+
+_RECENT = 20  # steps: fewer would flicker, more would remember an evaluation for long
 
 
 class Reporter:
-    """Tells how a run of `steps` steps goes, each of `per_step` of what is counted in `unit` (tokens, samples)."""
+    """Tells how a run of `steps` steps goes, each of `per_step` of what is counted in `unit` (tokens, samples); `clock` in seconds."""
 
-    def __init__(self, steps: int, per_step: int, unit: str, console: Console | None = None) -> None:
+    def __init__(
+        self, steps: int, per_step: int, unit: str, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._console = console or Console(highlight=False)
         self._steps = steps
         self._per_step = per_step
         self.unit = unit
         self._every = max(1, steps // 20)  # without a bar, about twenty lines a run
-        self._began = time.perf_counter()
-        self._training_began = self._began
-        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._clock = clock
+        self._began = clock()
+        self._last: float | None = None  # when the last step was finished
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds from one finished step to the next
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task: TaskID | None = None
-        self._done = 0  # steps
 
     def say(self, words: str) -> None:
         """Print one line, above the bar if there is one."""
-        self._console.print(words, markup=False, soft_wrap=True)
+        self._console.print(printable(words), markup=False, soft_wrap=True)
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print rows of words in straight columns; the first column holds their names."""
@@ -35,25 +45,24 @@ class Reporter:
         for i, name in enumerate(head):
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(printable(cell)) for cell in row))
         self._console.print(table)
 
     @contextmanager
     def phase(self, words: str) -> Iterator[None]:
         """Announce a part of the start-up, and say afterwards how long it took."""
-        began = time.perf_counter()
+        began = self._clock()
         if self._bar:
             with self._console.status(f"{words} …"):
                 yield
         else:
             self.say(f"{words} …")
             yield
-        self.say(f"{words}: {time.perf_counter() - began:.1f} s")
+        self.say(f"{words}: {self._clock() - began:.1f} s")
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Count the speed from here, and show the bar until it ends."""
-        self._training_began = time.perf_counter()
+        """Show the bar until it ends."""
         if self._bar is None:
             yield
             return
@@ -63,11 +72,17 @@ class Reporter:
 
     def step(self, step: int, loss: float, val_loss: float | None, bubble: float | None = None) -> None:
         """Step `step` (from 0) is finished; `bubble` is the last that was measured."""
-        self._done = step + 1
-        now = time.perf_counter()
-        words = f"loss {loss:.3f}  {self.speed:,.0f} {self.unit}/s" + ("" if bubble is None else f"  bubble {bubble:.0%}")
-        if self._bar is None:
-            words += f"  {_clock((self._steps - step - 1) * (now - self._training_began) / (step + 1))} left"
+        now = self._clock()
+        if self._last is not None:
+            self._recent.append(now - self._last)
+        self._last = now
+        words = f"loss {loss:.3f}"
+        if self.speed is not None:
+            words += f"  {self.speed:,.0f} {self.unit}/s"
+        if bubble is not None:
+            words += f"  bubble {bubble:.0%}"
+        if self._recent:
+            words += f"  {_clock((self._steps - step - 1) * statistics.median(self._recent))} left"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step + 1, description=words)
             if val_loss is not None:
@@ -78,14 +93,15 @@ class Reporter:
             self.say(f"step {step}  {words}")
 
     @property
-    def speed(self) -> float:
-        """Tokens or samples a second since the training began, evaluations included."""
-        return self._per_step * self._done / (time.perf_counter() - self._training_began)
+    def speed(self) -> float | None:
+        """Tokens or samples a second in the recent steps; None until two are finished: before the first much is done only once."""
+        seconds = statistics.median(self._recent) if self._recent else 0.0
+        return self._per_step / seconds if seconds > 0 else None
 
     @property
     def seconds(self) -> float:
         """Since the run began, start-up included."""
-        return time.perf_counter() - self._began
+        return self._clock() - self._began
 
 
 def _clock(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import jpipe
 from train import loss_curve
 from train.run_folder import write_atomically
+from train.terminal import count
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
 _PAGE = Path(__file__).with_name("report_page.html")
+_MUCH_SLOWER = 1.5  # times the prediction
+_SHORT = 2e-3  # seconds
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Report:
         rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
         predicted: batches of the run as simulated.
         measured: the same batches as traced.
-        unit: of the losses.
+        unit: of the losses; may be empty.
     """
 
     title: str
@@ -68,6 +72,19 @@ def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> li
         if any(peaks):
             rows.append(_comparison(f"peak memory, worker {w}", _bytes, peaks))
     return rows
+
+
+def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> str | None:
+    """What makes measured steps take much longer than predicted, in words; None where they do not."""
+    if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
+        return None
+    median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
+    if median < _SHORT:
+        return (
+            f"Steps take longer than predicted: the computations are so short (median {_time(median)}) that starting them from the host "
+            "takes longer than running them; with larger microbatches or a larger model the difference vanishes."
+        )
+    return "Steps take longer than predicted: other programs used the cores at the same time."
 
 
 def write_report(folder: Path, report: Report) -> None:
@@ -113,10 +130,11 @@ def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
 
 def _results(report: Report) -> str:
     results: dict[str, str] = {}
-    for name, words in (("val_loss", "validation loss"), ("loss", "training loss")):
-        values = loss_curve.finite(report.rows, name)[1]
+    for key, words in (("val_loss", "validation loss"), ("loss", "training loss")):
+        values = loss_curve.finite(report.rows, key)[1]
         if len(values) and not results:
-            results[f"{words}, {report.unit}"] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+            name = f"{words}, {report.unit}" if report.unit else words
+            results[name] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
     for kind, window in list(report.windows.items())[-1:]:  # what was measured, or else the prediction
         results[f"time of a step, {kind}"] = _time(window.step_seconds)
         results[f"bubble, {kind}"] = _share(window.bubble)
@@ -135,12 +153,14 @@ def _loss(report: Report, picture: bytes | None) -> str:
         return _note(f"No step of this run has a finite loss, so there is no curve.{note}")
     alt = "Losses over the steps."
     if len(losses):
-        alt += f" Training: from {losses[0]:.3g} at step {steps[0]} to {losses[-1]:.3g} {report.unit} at step {steps[-1]}."
+        last = f"{losses[-1]:.3g} {report.unit}".strip()
+        alt += f" Training: from {losses[0]:.3g} at step {steps[0]} to {last} at step {steps[-1]}."
     if len(values):
         alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
     smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
-    how = "The thin line is the loss of each batch, the strong one its running mean" if smoothed else "The line is the loss of each batch"
-    how += "; the points are of text that the model does not learn from." if len(values) else "; nothing was evaluated on other text."
+    of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
+    how = f"The thin line is the loss of {of}, the strong one its running mean" if smoothed else f"The line is the loss of {of}"
+    how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
     return _figure(picture, "small", alt, f"{how}{note}")
 
 
@@ -151,7 +171,8 @@ def _comparison_table(report: Report) -> str:
     return table + _note(
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
         "sizes from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
-        + " ".join(f"{name.capitalize()}: {window.batches} batches." for name, window in report.windows.items())
+        + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
+        + (f" {why}" if (why := why_slower(report.predicted, report.measured)) else "")
     )
 
 

@@ -1,8 +1,9 @@
 """The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ _FILES = ("config.yaml", "plan.json", _METRICS)
 
 
 class RunFolder:
-    """Claims a folder for this run and writes into it; close it, or use it in a `with`.
+    """Claims a folder for this run and writes into it; close it, or use it in a `with`. Where that fails, nothing is left behind.
 
     Args:
         config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
@@ -27,17 +28,24 @@ class RunFolder:
     """
 
     def __init__(self, config: Config, plan: Plan) -> None:
-        try:
-            self.path = _numbered(Path("runs")) if config.run.dir is None else _given(Path(config.run.dir).expanduser())
-            # Opened to be new, so that of two runs started at once with the same folder one is refused.
-            self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
-            resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
-            write_atomically(self.path / "config.yaml", to_yaml(resolved))
-            write_atomically(self.path / "plan.json", plan.to_json())
-        except FileExistsError as error:
-            raise _occupied(Path(error.filename).parent) from None
-        except OSError as error:
-            raise InputError(f"run.dir: cannot write '{error.filename}': {error.strerror}; choose another folder") from None
+        self.path = Path("runs" if config.run.dir is None else config.run.dir).expanduser()
+        with contextlib.ExitStack() as undo:
+            try:
+                self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
+                # Opened to be new, so that of two runs started at once with the same folder one is refused.
+                self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
+                for name in _FILES:
+                    undo.callback(_try, (self.path / name).unlink)
+                undo.callback(_try, self._metrics.close)
+                resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
+                write_atomically(self.path / "config.yaml", to_yaml(resolved))
+                write_atomically(self.path / "plan.json", plan.to_json())
+            except FileExistsError as error:
+                raise _occupied(Path(error.filename).parent) from None
+            except OSError as error:
+                where = error.filename or self.path  # a full disk has no file's name
+                raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
+            undo.pop_all()
 
     def log(self, row: Mapping[str, int | float]) -> None:
         """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns.
@@ -60,33 +68,52 @@ class RunFolder:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) so that a reader finds all of it or, if the process dies, none of it."""
+    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or the process dies, none of it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        os.replace(unfinished, path)
+    except BaseException:
+        _try(unfinished.unlink)
+        raise
 
 
-def _given(path: Path) -> Path:
+def _given(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
         raise InputError(f"run.dir: expected a folder, found the file '{path}'; choose another name")
     if any((path / name).exists() for name in _FILES):
         raise _occupied(path)
-    path.mkdir(parents=True, exist_ok=True)
+    _make(path, undo)
     return path
 
 
-def _numbered(parent: Path) -> Path:
+def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
     if parent.exists() and not parent.is_dir():
         raise InputError(f"run.dir: expected a folder '{parent}' for the runs, found a file; move it away, or choose a folder")
-    parent.mkdir(exist_ok=True)
+    _make(parent, undo)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
     for number in count(max(taken, default=0) + 1):
         try:
             (parent / f"{number:04d}").mkdir()
         except FileExistsError:  # another run took it in this moment
             continue
+        undo.callback(_try, (parent / f"{number:04d}").rmdir)
         return parent / f"{number:04d}"
     raise AssertionError("count() does not end")
+
+
+def _make(path: Path, undo: contextlib.ExitStack) -> None:
+    """Make a folder and those above it; those that were not there go again with `undo`, unless they hold something by then."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            undo.callback(_try, folder.rmdir)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _try(action: Callable[[], None]) -> None:
+    """Clear away what is there; the failure that led here is the one to be told."""
+    with contextlib.suppress(OSError):
+        action()
 
 
 def _occupied(path: Path) -> InputError:

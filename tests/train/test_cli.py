@@ -198,7 +198,7 @@ def test_an_encoding_without_our_signs_is_no_obstacle(write_config, monkeypatch)
     stdout.flush()
     lines = stdout.buffer.getvalue().decode("ascii").splitlines()
     assert lines[0] == "reading the data ?"
-    assert re.match(r"1 steps in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats a byte", lines[-1])
+    assert re.match(r"1 step in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats a byte", lines[-1])
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny, capsys):
@@ -235,6 +235,25 @@ def test_help_names_the_commands(capsys):
         cli.main(["--help"])
     assert stopped.value.code == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_the_version_is_told_without_jax():
+    program = "import sys; from train import cli; code = cli.main(['--version']); sys.exit(code or 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"jpipe {jpipe.__version__}\n", "")
+
+
+HOSTILE = "x\x1b[31m\x07\ny\x9b2J"
+
+
+@pytest.mark.parametrize("steps", [3, 50], ids=["done", "diverged"])
+def test_no_name_of_a_strangers_drives_the_terminal(write_config, tmp_path, capsys, steps):
+    rate = {"name": "sgd", "learning_rate": 1e30} if steps == 50 else {}
+    config = write_config(run={"dir": str(tmp_path / HOSTILE)}, train={"steps": steps}, optimizer=rate)
+    assert cli.main(["train", config]) == (1 if rate else 0)
+    out, err = capsys.readouterr()
+    assert set(out + err) - {"\n"} == {c for c in out + err if c.isprintable()}
+    assert r"x\x1b[31m\x07\ny\x9b2J" in (err if rate else out.splitlines()[-1])
 
 
 # A job in the background ignores SIGINT, and its children inherit that: these have to hear it however the tests were started.

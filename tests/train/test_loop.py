@@ -1,18 +1,23 @@
 """A whole tiny run: what it writes, that it learns, and how it stops."""
 
+import errno
+import io
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
 from train import build, config_file, data, gpt, loop
 from train.optimizer import optimizer
+from train.progress import Reporter
 from train.run_folder import RunFolder
 
 FILES = {"config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
@@ -121,7 +126,8 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
         "compiling 2 stages",
     ]
     assert [line.split()[1] for line in steps] == ["0", "1", "2", "3", "4"]
-    assert all(re.search(r"loss \d\.\d+  [\d,]+ tokens/s  (bubble -?\d+%  )?\d+:\d\d left", line) for line in steps)
+    assert all(re.search(r"loss \d\.\d+  [\d,]+ tokens/s  (bubble -?\d+%  )?\d+:\d\d left", line) for line in steps[1:])
+    assert re.fullmatch(r"step 0  loss \d\.\d+  validation loss \d\.\d+", steps[0])  # how fast it goes is not known yet
     assert "bubble" in steps[-1]
     assert "validation loss" in steps[0]
     assert [line.split(":")[0] for line in end[:2]] == ["drawing the report …", "drawing the report"]
@@ -158,7 +164,67 @@ def test_a_report_that_cannot_be_written_ends_no_run(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(loop.report, "write_report", full)
     assert loop.main(changed(tiny)).steps == 5
-    assert "report: cannot write in" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "report: cannot write in" in out
+    assert out.endswith(f"the run is in {tiny_folder(tiny)}\n")  # and no report is promised
+
+
+def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
+    def fails(*_):
+        raise ValueError("no such colour\nand more")
+
+    monkeypatch.setattr(loop.report, "write_report", fails)
+    assert loop.main(changed(tiny)).steps == 5
+    assert "\nreport: could not be drawn: ValueError: no such colour\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails_at", ["metrics.jsonl", ".config.yaml.unfinished", ".plan.json.unfinished"])
+@pytest.mark.parametrize("given", [None, "new/deep", "empty"])
+def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monkeypatch, given, fails_at):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    open_file = Path.open
+
+    def full(path, mode="r", *rest, **more):
+        if path.name != fails_at:
+            return open_file(path, mode, *rest, **more)
+        if path.name != "metrics.jsonl":  # the file is there, its text is not
+            path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    where = "runs/0001" if given is None else given
+    with pytest.raises(jpipe.InputError, match=rf"^run.dir: cannot write '{where}': No space left on device; choose another folder$"):
+        RunFolder(changed(tiny, run={"dir": given}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def reported(durations: list[float], steps: int, **console) -> tuple[Reporter, list[str]]:
+    """What is said of steps that take so long, by a clock that only they move."""
+    now, shown = [0.0], io.StringIO()
+    reporter = Reporter(steps, 100, "tokens", Console(file=shown, highlight=False, width=200, **console), clock=lambda: now[0])
+    with reporter.training():
+        for step, seconds in enumerate(durations):
+            now[0] += seconds
+            reporter.step(step, 1.0, None)
+    return reporter, shown.getvalue().splitlines()
+
+
+def test_speed_and_time_left_are_of_the_recent_steps():
+    lines = reported([1000.0, 2.0, 2.0, 90.0, 2.0], 20)[1]  # compilation first, then an evaluation
+    assert lines[0] == "step 0  loss 1.000"
+    assert lines[1:] == [
+        f"step {step}  loss 1.000  50 tokens/s  {left} left" for step, left in ((1, "0:36"), (2, "0:34"), (3, "0:32"), (4, "0:30"))
+    ]
+    reporter, lines = reported([1.0] * 30 + [4.0] * 12, 60)
+    assert lines[-1].endswith("25 tokens/s  1:12 left")  # 18 × 4 s, when most of the last twenty took 4 s
+    assert reporter.speed == 25
+    assert reported([1.0], 2)[0].speed is None
+
+
+def test_the_bar_tells_the_same():
+    assert "25 tokens/s  1:16 left" in reported([1.0] + [4.0] * 10, 30, force_terminal=True)[1][-2]
 
 
 def test_a_device_that_fails_is_told(tiny, monkeypatch):

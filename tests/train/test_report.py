@@ -12,7 +12,7 @@ import pytest
 import jpipe
 from tests.train import browser
 from train import loss_curve
-from train.report import Comparison, Report, compare, write_report
+from train.report import Comparison, Report, compare, why_slower, write_report
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
 STEPS = 300
@@ -148,12 +148,36 @@ def test_a_comparison_is_of_what_both_know():
     assert compare(predicted, None)[2] == Comparison("peak memory, worker 0", "1.5 kB", "–", "–")
 
 
+def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
+    assert why_slower(window(), window(1.4)) is None
+    assert why_slower(None, window()) is None
+    assert why_slower(window(), None) is None
+    assert why_slower(window(), window(2)) == "Steps take longer than predicted: other programs used the cores at the same time."
+    short = why_slower(window(0.01), window(0.04))
+    assert short.startswith("Steps take longer than predicted: the computations are so short (median 800 µs) that starting them from")
+    for slower, words in ((window(2), "other programs used the cores"), (window(1.4), None)):
+        write_report(tmp_path, report(rows=[], measured=slower))
+        said = "Steps take longer than predicted" in Page(tmp_path / "report.html").text
+        assert said == (words is not None)
+
+
+def test_words_fit_what_was_logged(tmp_path):
+    write_report(tmp_path, report(rows=rows_of()[::5], unit="", predicted=None, measured=None))
+    text = Page(tmp_path / "report.html").text
+    assert "The line is the loss of the batches that were logged; the points are of data that the model does not learn from." in text
+    assert "validation loss5" in text  # a card of its own, without a unit
+    figure = loss_curve.draw_losses(rows_of()[::5], "")
+    assert figure.axes[0].get_ylabel() == "loss"
+    assert "batches logged" in lines_of(rows_of()[::5])
+
+
 # The loss curve --------------------------------------------------------------------------------------------------------------
 
 
 def lines_of(rows) -> dict[str, list[tuple[float, float]]]:
     """What is drawn, by its name in the legend."""
     (axes,) = loss_curve.draw_losses(rows, "nats").axes
+    assert axes.get_ylabel() == "loss (nats)"
     return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines}
 
 

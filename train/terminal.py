@@ -1,0 +1,11 @@
+"""Words for a terminal: text of a stranger's (names of files, layers, keys) cannot drive it."""
+
+
+def printable(line: str) -> str:
+    """The line with everything that is not printable, line breaks too, written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def count(number: int, one: str, plural: str = "s") -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {one}{'' if number == 1 else plural}"
