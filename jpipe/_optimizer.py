@@ -13,7 +13,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe._dependence import reached
-from jpipe._errors import InputError
+from jpipe._errors import InputError, cause
 
 Tree = Any
 
@@ -83,7 +83,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
     except Exception as error:
         raise InputError(
             f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
-            f"{_first_line(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
+            f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
             "more than gradients, state and params (a loss value, a function) cannot be used"
         ) from error
     if coupled is not None:
@@ -147,7 +147,7 @@ def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params
     try:
         split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: tree}) for i, tree in params.items()}
     except Exception as error:
-        return f"on one layer alone it fails: {_first_line(error)}"
+        return f"on one layer alone it fails: {cause(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
@@ -223,7 +223,3 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     a, b = a.astype(np.float64), b.astype(np.float64)
     finite = np.abs(a[np.isfinite(a)])
     return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * finite.max(initial=0.0), equal_nan=True))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

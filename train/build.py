@@ -23,7 +23,7 @@ def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data
     Raises:
         jpipe.InputError: something in the config does not fit.
     """
-    with plan_file_named(config.plan.file):
+    with named_as_in_the_config(config.plan.file):
         force_cpu_devices(config.plan.num_stages)  # already here: code of the user's own may start JAX when it is imported
         stack, loss = model.layers(config.model), model.loss(config.loss)
         plan = make_plan(config.plan, stack.ids)
@@ -44,7 +44,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> None:
         jpipe.InputError: any of these.
     """
     batch = batches.train[0]
-    with plan_file_named(config.plan.file):
+    with named_as_in_the_config(config.plan.file):
         check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, devices_that_start(pipe))
         pipe.check(batch)
 
@@ -81,14 +81,16 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
 
 
 @contextlib.contextmanager
-def plan_file_named(file: str | None) -> Iterator[None]:
-    """Errors about the plan inside name the file that it comes from, if any."""
+def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
+    """Errors about the plan inside name the file that it comes from, if any; those about clipping name the key of the config."""
     try:
         yield
     except jpipe.InputError as error:
-        if file is None or not str(error).startswith("plan: "):
-            raise
-        raise jpipe.InputError(str(error).replace("plan: ", f"{file}: ", 1)) from None
+        where = {"plan: ": f"{plan_file}: "} if plan_file is not None else {}
+        for library, config in (where | {"clip_global_norm: ": "optimizer.clip_global_norm: "}).items():
+            if str(error).startswith(library):
+                raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
+        raise
 
 
 def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:

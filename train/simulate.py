@@ -16,6 +16,7 @@ from train.build import build
 from train.config import Config
 from train.progress import Reporter
 from train.run_folder import write_atomically
+from train.terminal import count
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -117,11 +118,6 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
             f"{batches} batches; use fewer of one"
         )
-
-
-def count(number: int, one: str, plural: str = "s") -> str:
-    """`1 batch`, `2 batches`."""
-    return f"{number} {one}{'' if number == 1 else plural}"
 
 
 def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized: bool) -> list[list[str]]:

@@ -146,7 +146,10 @@ def test_a_file_that_is_no_config(refused, file, message):
         ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
-        ("optimizer.clip_global_norm=1", r"clip_global_norm: .* the asynchronous schedule 'pipedream_2bw' .*; use a schedule that flushes"),
+        (
+            "optimizer.clip_global_norm=1",
+            r"optimizer.clip_global_norm: .* schedule 'pipedream_2bw' .*; use a schedule that flushes",
+        ),
         ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
     ],
 )
