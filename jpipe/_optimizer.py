@@ -56,7 +56,7 @@ def _optax_promotion() -> Iterator[None]:
 _UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
 _STEPS = 100  # at most
 _NAN_STEP = 6
-_LAYERS = 12  # at most, of those that differ least in their place
+_LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
