@@ -150,11 +150,13 @@ class MetricsLog:
                 row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
             if step in self._validation:
                 row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
+            logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
+            if logged:
+                self._folder.log(row)  # first of all: what is told can be found there
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
             self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
-            if step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row:
-                self._folder.log(row)
+            if logged:
                 shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
 

@@ -1,5 +1,7 @@
 """A text to learn from, and a config so small that a run takes a second or two."""
 
+import signal
+
 import pytest
 
 from train.config import Config
@@ -26,6 +28,15 @@ def tiny(text, tmp_path) -> dict:
         "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
         "optimizer": {"learning_rate": 0.01},
     }
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own handler of Ctrl-C, which tests started in the background lack."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # put back
+    signal.signal(signal.SIGINT, before)
 
 
 def changed(data: dict, **sections) -> Config:

@@ -294,15 +294,6 @@ def test_ctrl_c_ends_cleanly_with_a_readable_folder(write_config, tiny):
     jpipe.Plan.from_json((folder / "plan.json").read_text())
 
 
-@pytest.fixture
-def interruptible():
-    """Python's own handler of Ctrl-C, which tests started in the background lack."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # put back
-    signal.signal(signal.SIGINT, before)
-
-
 def press(*_, **__):
     signal.raise_signal(signal.SIGINT)
 

@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, messages):
     assert "Not a directory; the run goes on without TensorBoard" in messages[0]
 
 
-def test_ctrl_c_waits_until_a_record_is_whole(tmp_path, messages, monkeypatch):
+def test_ctrl_c_waits_until_a_record_is_whole(tmp_path, messages, monkeypatch, interruptible):
     whole = []
 
     def interrupted(self, record):
