@@ -52,7 +52,10 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
         place, words = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        axes.annotate(words, place, (0, 9), textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold")
+        ground = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # the line runs below it
+        axes.annotate(
+            words, place, (0, 9), textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", bbox=ground
+        )
     every = np.concatenate([losses, values])
     if len(every) and every.min() > 0 and every.max() > 30 * every.min():  # it would be a flat line
         axes.set_yscale("log")
