@@ -169,5 +169,5 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
         if not match:
             raise InputError(f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, '-' or '.', found '{token}'")
         op, microbatch, version, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star)))  # type: ignore[arg-type]
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
     return tuple(spans)

@@ -59,14 +59,17 @@ def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
     """All snippets of a page are one script; a text block right below one is what that one prints."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
-    names = {}
+    lines, shown = [""] * text.count("\n"), []
     for snippet in SNIPPET.finditer(text):
-        code, shown = snippet.groups()
-        line = text[: snippet.start(1)].count("\n")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            exec(compile("\n" * line + code, page, "exec"), names)
-        assert printed.getvalue() == (shown or ""), f"{page.name}, line {line}"
+        first = text[: snippet.start(1)].count("\n")
+        code = snippet[1].splitlines()
+        lines[first : first + len(code) + 1] = [*code, "print(end='\\0')"]  # every line stays where it is on the page
+        shown.append(snippet[2] or "")
+    script, printed = tmp_path / page.name, io.StringIO()
+    script.write_text("\n".join(lines))
+    with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        runpy.run_path(str(script))
+    assert printed.getvalue().split("\0")[:-1] == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-_LARGEST = float(np.finfo(np.float32).max)  # settings beyond it diverge all the same, and NumPy would warn of each
+LARGEST = float(np.finfo(np.float32).max)  # settings beyond it diverge all the same, and NumPy would warn of each
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -117,7 +117,7 @@ def _may_be_none(parameter: inspect.Parameter) -> bool:
 def _number(value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError
-    return max(-_LARGEST, min(value, _LARGEST))
+    return max(-LARGEST, min(value, LARGEST))
 
 
 def _whole(value: Any) -> int:

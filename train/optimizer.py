@@ -6,17 +6,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jpipe import InputError
 from train import entry_point, optax_names
-from train.arguments import check_names, converted, parameters_of
+from train.arguments import LARGEST, check_names, converted, parameters_of
 from train.config import OptimizerConfig
 
 Tree = Any
 MASKS = ("mask", "weight_decay_mask")  # what optax calls the argument for `decay`
-_LARGEST = float(np.finfo(np.float32).max)  # a rate beyond it diverges all the same, and NumPy would warn of it
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
@@ -91,7 +89,7 @@ def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> f
     """A number where it never changes, for some optimizers take nothing else, or a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
     own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
-    peak = min(config.learning_rate or own_default, _LARGEST)
+    peak = min(config.learning_rate or own_default, LARGEST)
     schedule = lr_schedule(config, steps, peak)
     if config.lr_schedule == "constant" and not config.warmup_steps:
         return peak
