@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG [--set key=value ...]` and `jpipe simulate PLAN|CONFIG [--png FILE] ...`."""
+"""The commands: `jpipe train CONFIG ...`, `jpipe launch -n N -- train CONFIG ...` and `jpipe simulate PLAN|CONFIG ...`."""
 
 import sys
 from collections.abc import Sequence
@@ -17,28 +17,60 @@ def train(
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
+    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None,
+    connect_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0,
 ) -> int:
-    """Train a model through a pipeline, as a YAML file says.
+    """Train a model through a pipeline, as a YAML file says; in several processes, each is started with this command.
 
     Args:
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
+        coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are found out.
+        num_processes: Several processes: how many.
+        process_id: Several processes: the number of this one, from 0.
+        connect_limit: Several processes: how long each waits for the others at the start.
     """
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
         from jpipe import InputError, keep_freed_memory
-        from train import config_file, loop
+        from train import config_file, distributed, loop
     interrupt.check()
 
     keep_freed_memory()
     try:
-        loop.main(config_file.load(config, overrides, allow_code=allow_code))
+        settings = config_file.load(config, overrides, allow_code=allow_code)
+        distributed.start(coordinator, num_processes, process_id, connect_limit)
+        loop.main(settings)
     except InputError as error:
         return _fail(str(error), 2)
     except loop.RunStopped as error:
         return _fail(printable(str(error)), 1)
+    finally:
+        distributed.stop()
     return 0
+
+
+@app.command
+def launch(
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train CONFIG …", help_behavior_hint="(required)")],
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")],
+    pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Start several processes of `jpipe train` on this machine; when one fails, or on Ctrl-C, all of them end.
+
+    Args:
+        command: The command of every process; the coordinator, the count and the number of the process are added to it.
+        num_processes: How many processes.
+        pin: Give each process a CPU core of its own, as far as there are as many. For measurements.
+    """
+    from train import launch as launcher
+
+    if wrong := launcher.problem(num_processes, command, pin=pin):
+        return _fail(printable(wrong), 2)
+    return launcher.main(num_processes, command, pin=pin)
 
 
 @app.command

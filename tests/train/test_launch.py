@@ -1,0 +1,203 @@
+"""`jpipe launch`, run as a process of its own, mostly with small programs in place of `jpipe train`."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from train.cli import main
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60  # seconds, for what should take one
+
+LAUNCH = """
+import sys
+from train import launch
+number, grace, script, *more = sys.argv[1:]
+code = launch.main(int(number), more, pin="--pin" in more, program=(sys.executable, "-c", script), grace=float(grace))
+assert "jax" not in sys.modules, "to start processes JAX is not needed"
+sys.exit(code)
+"""
+
+READY = """
+import os, signal, subprocess, sys, time
+me = int(sys.argv[-1])
+def ready(): print("ready", os.getpid(), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def launched(number: int, script: str, *more: str, grace: float = 30.0) -> Iterator[subprocess.Popen]:
+    """The launcher of `number` processes of `script`, in a session of its own; it and they are gone afterwards."""
+    command = [sys.executable, "-c", LAUNCH, str(number), str(grace), READY + script, *more]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # on Linux they go with it; none of these scripts lives for long anywhere
+
+
+def pids(process: subprocess.Popen, number: int) -> list[int]:
+    """Of all the processes, once all are ready."""
+    lines = [process.stdout.readline() for _ in range(number)]
+    return [int(re.fullmatch(r"(?:\[\d+\] )?ready (\d+)\n", line)[1]) for line in lines]
+
+
+def wait_until_gone(numbers: list[int]) -> None:
+    """A process whose parent has not asked for its exit code is gone, too."""
+    left, deadline = numbers, time.monotonic() + LIMIT
+    while left := [number for number in left if lives(number)]:
+        assert time.monotonic() < deadline, f"{left} live on"
+        time.sleep(0.01)
+
+
+def lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+        stat = Path(f"/proc/{number}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_every_process_has_its_number_and_the_same_coordinator():
+    with launched(3, "print(*sys.argv[1:])", "train", "a config") as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, "")
+    lines = sorted(out.splitlines())
+    (port,) = set(re.findall(r"127\.0\.0\.1:(\d+)", out))
+    flags = f"train a config --coordinator 127.0.0.1:{port} --num-processes 3 --process-id"
+    assert lines == [f"[1] {flags} 1", f"[2] {flags} 2", f"{flags} 0"]
+    assert 1 <= int(port) <= 65535
+
+
+def test_lines_stay_whole_and_say_where_they_come_from():
+    script = """
+for i in range(20):
+    for piece in ("a", "b" * 1000, "c\\n"):
+        os.write(1, piece.encode())
+        os.write(2, piece.encode())
+os.write(1, b"no end")
+"""
+    with launched(3, script) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    expected = [f"{prefix}a{'b' * 1000}c" for prefix in ("", "[1] ", "[2] ")] * 20
+    assert sorted(err.splitlines()) == sorted(expected)
+    assert sorted(out.splitlines()) == sorted([*expected, "no end", "[1] no end", "[2] no end"])
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the others"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the others"),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_named(end, code, told, tmp_path):
+    script = f"""
+if me == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready()
+while me == 1:
+    if os.path.exists(sys.argv[1]): {end}
+    time.sleep(0.01)
+time.sleep({LIMIT})
+"""
+    with launched(3, script, str(tmp_path / "now"), grace=0.3) as process:
+        numbers = pids(process, 3)
+        (tmp_path / "now").touch()
+        _, err = process.communicate(timeout=LIMIT)
+        wait_until_gone(numbers)
+    assert (process.returncode, err) == (code, f"jpipe: {told}\n")
+
+
+def test_all_succeed_or_it_is_no_success():
+    with launched(2, "sys.exit(5 if me else 0)") as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 5
+    assert "process 1 ended with exit code 5" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_whole_tree(number):
+    script = f"""
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+child = subprocess.Popen(["sleep", "{LIMIT}"])
+print("ready", child.pid, flush=True)
+ready()
+time.sleep({LIMIT})
+"""
+    with launched(2, script) as process:
+        numbers = pids(process, 4)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert (process.returncode, err) == (128 + number, "")
+
+
+def test_a_second_signal_waits_for_nobody():
+    deaf = f"signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True)); ready(); time.sleep({LIMIT}); time.sleep({LIMIT})"
+    with launched(2, deaf, grace=1000) as process:
+        numbers = pids(process, 2)
+        process.send_signal(signal.SIGINT)
+        assert {process.stdout.readline(), process.stdout.readline()} == {"heard\n", "[1] heard\n"}
+        assert all(map(lives, numbers))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process when its parent is killed")
+def test_no_process_outlives_a_launcher_that_is_killed():
+    deaf = f"[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; ready(); time.sleep({LIMIT})"
+    with launched(2, deaf) as process:
+        numbers = pids(process, 2)
+        process.kill()
+        process.wait(LIMIT)
+        wait_until_gone(numbers)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")
+def test_pinned_processes_have_one_core_by_turns():
+    cores = sorted(os.sched_getaffinity(0))
+    script = "print(me, os.sched_getaffinity(0), os.environ['XLA_FLAGS'], os.environ['JAX_LOCAL_DEVICE_IDS'])"
+    with launched(3, script, "--pin") as process:
+        out, _ = process.communicate(timeout=LIMIT)
+    shown = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    assert shown == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-n 0 -- train x", "launch -n: expected 1 to 256 processes, found 0"),
+        ("-n -1 -- train x", "launch -n: expected 1 to 256 processes, found -1"),
+        ("-n 100000 -- train x", "launch -n: expected 1 to 256 processes, found 100000"),
+        ("-n 2", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
+        ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
+        ("-n 2 -- rm x", "launch: expected `train CONFIG …` after --, found 'rm'; only train runs in several processes"),
+        ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capsys):
+    assert main(["launch", *arguments.split()]) == 2
+    assert capsys.readouterr().err == f"jpipe: {message}\n"
+
+
+def test_a_bad_config_is_refused_by_the_processes(tmp_path):
+    command = [sys.executable, "-P", "-m", "train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
+    assert {line.removeprefix("[1] ") for line in lines if "ended with exit code 2" not in line} == {refusal}
+    assert len(lines) >= 2

@@ -1,0 +1,158 @@
+"""One run in several processes: who they are, from flags or the cluster, and JAX's runtime between them."""
+
+import contextlib
+import math
+import os
+from typing import NamedTuple
+
+import jax
+
+from jpipe import InputError
+from train import rendezvous
+from train.rendezvous import Address
+
+_FLAGS = ("--coordinator", "--num-processes", "--process-id")
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Without a heartbeat for so long JAX ends the process by SIGABRT. That is the last resort, and within a minute.
+_HEARTBEAT_TIMEOUT = 50
+_SHUTDOWN_TIMEOUT = 10
+
+_Given = tuple[str | None, int | None, int | None]
+
+_at_the_end = contextlib.ExitStack()  # what `stop` does; of JAX's runtime, too, there is one a process
+
+
+class Membership(NamedTuple):
+    """Which of the processes this one is, and where process 0 is.
+
+    Attributes:
+        coordinator: host and port of process 0.
+        num_processes: how many there are.
+        process_id: the number of this one, from 0.
+        devices: those of this host's accelerators that belong to this process; None for all.
+    """
+
+    coordinator: Address
+    num_processes: int
+    process_id: int
+    devices: list[int] | None = None
+
+
+def start(coordinator: str | None, num_processes: int | None, process_id: int | None, connect_limit: float = 60.0) -> None:
+    """Join the other processes of this run, before JAX touches a device; nothing happens where there is only this one.
+
+    Without arguments the environment is asked: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters
+    that JAX knows (SLURM, Open MPI, Kubernetes).
+
+    Args:
+        coordinator: `host:port` of process 0.
+        num_processes: how many processes there are; 1 alone asks nobody.
+        process_id: the number of this one, from 0.
+        connect_limit: seconds to wait for the others.
+
+    Raises:
+        InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come.
+    """
+    me = membership(coordinator, num_processes, process_id, connect_limit)
+    if me is None or me.num_processes == 1:
+        return
+    if me.process_id == 0:
+        links = rendezvous.host(me.coordinator, me.num_processes, connect_limit)
+        # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
+        _at_the_end.callback(jax.distributed.shutdown)
+        _at_the_end.callback(rendezvous.wait_until_closed, links, _SHUTDOWN_TIMEOUT)
+    else:
+        _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit))
+        _at_the_end.callback(jax.distributed.shutdown)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # With it JAX would catch SIGTERM, and the process would live on.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Without it JAX ends all processes when one of them dies, before they can say which. When process 0 does, it ends them anyway.
+    jax.config.update("jax_enable_recoverability", True)
+    try:
+        jax.distributed.initialize(
+            str(me.coordinator),
+            me.num_processes,
+            me.process_id,
+            local_device_ids=me.devices,
+            cluster_detection_method="deactivate",  # all is known; a cluster around us may mean something else
+            initialization_timeout=math.ceil(connect_limit),
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(f"{me.coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+
+
+def stop() -> None:
+    """Leave the other processes, each when it is done, process 0 after all of them; nothing happens where there is only one.
+
+    Where a process is gone, nobody waits for it. Where one hangs, process 0 waits for it some seconds; if it is process 0 that hangs,
+    JAX ends the others by SIGABRT within a minute.
+    """
+    _at_the_end.close()
+
+
+def membership(coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = 60.0) -> Membership | None:
+    """What the flags say, or else the environment; None where there is only this process and nobody says more.
+
+    Raises:
+        InputError: as `start`, as far as the arguments and the environment go.
+    """
+    if not (math.isfinite(limit) and limit > 0):
+        raise InputError(f"--connect-limit: expected seconds, more than 0, found {limit:g}")
+    if (coordinator, num_processes, process_id) == (None, 1, None):
+        return None
+    given = (coordinator, num_processes, process_id)
+    if given != (None, None, None):
+        return _checked(given, _FLAGS, None)
+    variables = os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])
+    if None not in variables:
+        return _checked(variables, _VARIABLES, None)
+    found, devices = _detected(variables, limit)
+    return None if found == (None, None, None) else _checked(found, _VARIABLES, devices)
+
+
+def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -> Membership:
+    coordinator, num_processes, process_id = given
+    if coordinator is None or num_processes is None or process_id is None:
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        raise InputError(
+            f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a process alone none of them"
+        )
+    address = Address.parse(coordinator, names[0])
+    if num_processes < 1:
+        raise InputError(f"{names[1]}: expected 1 or more, found {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise InputError(f"{names[2]}: expected a number from 0 to {num_processes - 1}, for {num_processes} processes, found {process_id}")
+    return Membership(address, num_processes, process_id, devices)
+
+
+def _whole(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise InputError(f"{variable}: expected a whole number, found {text!r}; set the number, or unset the variable")
+    return int(text)
+
+
+def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
+    """What JAX finds out about the cluster for those that are None, and the devices of this process.
+
+    JAX has no public way to ask without connecting, and connecting is what can end the process (`train.rendezvous`).
+    """
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        coordinator, num_processes, process_id, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            *known, local_device_ids=None, cluster_detection_method=None, initialization_timeout=math.ceil(limit)
+        )
+    except Exception as error:  # what a cluster's own tools raise
+        raise InputError(
+            f"JAX takes this for a process of a cluster and cannot read which: {' '.join(str(error).split()) or type(error).__name__}; "
+            f"give {', '.join(_FLAGS)}, or --num-processes 1 for a process alone"
+        ) from None
+    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user knows better; JAX reads it
+        return (coordinator, num_processes, process_id), None
+    return (coordinator, num_processes, process_id), list(devices)
