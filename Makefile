@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check format bench docs pictures clean
+.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -42,6 +42,12 @@ format: .venv/ready ## Format the code and mend what the linter can
 bench: .venv/ready ## Measure speed; prints a table and writes JSON
 	@$(VENV)/python -m benchmarks
 
+bench-peers: .venv/ready .venv-torch/ready ## Speed beside PyTorch (TORCH_INDEX=URL of an index with its CPU builds) and plain JAX
+	@$(VENV)/python -m benchmarks.peers
+
+bench-hosts: .venv/ready ## Two and four hosts (network namespaces, slow links); needs root and iproute2
+	@$(VENV)/python -m benchmarks.hosts
+
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
 	@$(VENV)/python -m docs.reference build/docs
 
@@ -49,7 +55,7 @@ pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
-	rm -rf .venv .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -65,3 +71,11 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@[ -x .venv-newest/bin/pip ] || "$$(.ci/newest-python)" -m venv .venv-newest
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# PyTorch's CPU build (200 MB, not the gigabytes of CUDA); without it the benchmark leaves its rows out. numpy: its pipelines need it.
+TORCH ?= torch==2.13.0+cpu
+.venv-torch/ready:
+	@echo "Setting up .venv-torch (once) ..."
+	@[ -x .venv-torch/bin/pip ] || $(PYTHON) -m venv .venv-torch
+	@.venv-torch/bin/python -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') '$(TORCH)' numpy \
+		&& touch $@ || { rm -rf .venv-torch; echo "No $(TORCH) found. Name an index that has it: make bench-peers TORCH_INDEX=URL" >&2; }

@@ -1,0 +1,54 @@
+"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model through jpipe, a stage a process.
+
+The schedule `dp` is data parallelism: one stage, a replica a process. With one process the stages share its core, and the times of
+their computations are measured on the side.
+"""
+
+import sys
+from typing import Any
+
+import jax
+
+import jpipe
+from benchmarks import gpt
+from benchmarks.pipelines import Runner
+from benchmarks.serve import serve
+from benchmarks.sizes import PEERS
+
+STAGES = 2
+
+
+def main() -> None:
+    """Compile, warm up, then run the steps that standard input asks for."""
+    schedule, (microbatches, process, processes, port) = sys.argv[1], map(int, sys.argv[2:6])
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    stack, batch = gpt.stack(PEERS), gpt.data(PEERS, microbatches)
+    if schedule == "dp":
+        plan = jpipe.Plan.even(stack.ids, 1, "pipedream_flush", microbatches, replicas=processes)
+    else:
+        plan = jpipe.Plan.even(stack.ids, STAGES, schedule, microbatches)
+    pipe = jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())
+    facts: dict[str, Any] = {"parameters": gpt.count_parameters(stack, batch[0][: PEERS.rows])}
+    if processes == 1:
+        serve(lambda steps: {"stage_seconds": _stage_seconds(pipe, batch, steps)}, **facts)
+    else:
+        runner = Runner(pipe, batch)
+        runner(3)
+        serve(runner, **facts, first_loss=runner.first_loss)
+
+
+def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:
+    """Median time of a forward and a backward of each stage."""
+    state = pipe.init(jax.random.key(0), batch)
+    state, _ = pipe.step(state, batch)
+    with jpipe.Tracer(pipe.plan) as tracer:
+        for _ in range(steps):
+            state, _ = pipe.step(state, batch, observe=tracer)
+        trace = tracer.finish()
+    return [cost.forward + cost.backward for cost in jpipe.fit_costs(pipe.costs(batch), trace.timeline)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`python -m benchmarks.peers.torch_program KIND M PROCESS PROCESSES PORT`: the same model in PyTorch, run by a Python that has it.
+
+KIND is `single` (one process), `ddp` (DistributedDataParallel), `gpipe` or `1f1b` (torch.distributed.pipelining).
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.serve import serve, step_by_step
+from benchmarks.sizes import PEERS
+
+PIPELINES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def main() -> None:
+    """Warm up, then run the steps that standard input asks for."""
+    kind, (microbatches, process, processes, port) = sys.argv[1], map(int, sys.argv[2:6])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if processes > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=process, world_size=processes)
+    tokens = torch.randint(0, PEERS.vocabulary, (PEERS.rows * microbatches, PEERS.sequence + 1))
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if kind in PIPELINES:
+        model: nn.Module = Part(process, processes)
+        count = torch.tensor(_count(model))
+        dist.all_reduce(count)
+        step = _pipeline_step(kind, model, microbatches, inputs, labels)
+    else:
+        model = Part(0, 1)
+        count = torch.tensor(_count(model))
+        if kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        own = slice(process, None, processes)
+        step = _plain_step(model, inputs.split(PEERS.rows)[own], labels.split(PEERS.rows)[own])
+    for _ in range(2):
+        step()
+    serve(step_by_step(step), parameters=int(count))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = PEERS.width
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(w), nn.LayerNorm(w)
+        self.qkv, self.project = nn.Linear(w, 3 * w), nn.Linear(w, w)
+        self.expand, self.contract = nn.Linear(w, 4 * w), nn.Linear(4 * w, w)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of one microbatch."""
+        b, s, w = x.shape
+        q, k, v = self.qkv(self.attention_norm(x)).view(b, s, 3, PEERS.heads, w // PEERS.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(b, s, w))
+        return x + self.contract(nn.functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Part(nn.Module):
+    """One of `parts` equal parts of the model: the first has the embedding, the last the head."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [Block() for _ in range(PEERS.layers // parts)]
+        if part == 0:
+            layers.insert(0, nn.Embedding(PEERS.vocabulary, PEERS.width))
+        if part == parts - 1:
+            layers += [nn.LayerNorm(PEERS.width), nn.Linear(PEERS.width, PEERS.vocabulary)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of one microbatch."""
+        return self.layers(x)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4)
+
+
+def _plain_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], labels: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """A step over this process's microbatches; the gradients of all processes are averaged in the backward of the last one."""
+    optimizer, last = _optimizer(model), len(inputs) - 1
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+            waits = isinstance(model, nn.parallel.DistributedDataParallel) and i < last
+            with model.no_sync() if waits else contextlib.nullcontext():
+                (_loss(model(x), y) / len(inputs)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _pipeline_step(kind: str, model: nn.Module, microbatches: int, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+    process, processes = dist.get_rank(), dist.get_world_size()
+    schedule = PIPELINES[kind](PipelineStage(model, process, processes, torch.device("cpu")), microbatches, loss_fn=_loss)
+    optimizer = _optimizer(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if process == 0:
+            schedule.step(inputs)
+        elif process == processes - 1:
+            schedule.step(target=labels, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+
+    return step
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+if __name__ == "__main__":
+    main()

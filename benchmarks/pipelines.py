@@ -1,0 +1,66 @@
+"""When the steps of a `jpipe.Pipeline` end in this process, without a wait between them."""
+
+import queue
+import threading
+from typing import Any
+
+import jax
+
+import jpipe
+from benchmarks.serve import now
+
+
+class Runner:
+    """A pipeline that `serve` can run: it fills once and then never empties.
+
+    Args:
+        pipe: the pipeline.
+        batch: (inputs, labels), the same for each step.
+    """
+
+    def __init__(self, pipe: jpipe.Pipeline, batch: Any) -> None:
+        self._pipe, self._batch = pipe, batch
+        self._state = pipe.init(jax.random.key(0), batch)
+        self.first_loss: float | None = None  # of the first batch, in the process that knows it
+
+    def __call__(self, steps: int) -> dict[str, Any]:
+        """Run so many steps, all dispatched as fast as the devices take them, and wait for what they have begun."""
+        clock = _UpdateClock()
+        for _ in range(steps):
+            self._state, metrics = self._pipe.step(self._state, self._batch, observe=clock)
+            if self.first_loss is None and 0 in metrics.losses:
+                self.first_loss = float(metrics.losses[0])
+        jax.block_until_ready(self._state)
+        return {"ends": clock.finish()}
+
+
+class _UpdateClock:
+    """Notes when each update of one worker of this process is over: those of the first worker that makes one.
+
+    A thread waits for it, so that the thread that dispatches does not; a few waits a batch cost nothing that could be measured.
+    """
+
+    def __init__(self) -> None:
+        self._worker: int | None = None
+        self._updates: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
+        self._ends: list[float] = []
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: jpipe.Event) -> None:
+        if type(event.instruction).__name__ != "Update" or event.done is None:
+            return
+        if self._worker is None:
+            self._worker = event.instruction.worker
+        if event.instruction.worker == self._worker:
+            self._updates.put(event.done)
+
+    def finish(self) -> list[float]:
+        self._updates.put(None)
+        self._thread.join()
+        return self._ends
+
+    def _wait(self) -> None:
+        while (done := self._updates.get()) is not None:
+            done.block_until_ready()
+            self._ends.append(now())
