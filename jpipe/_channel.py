@@ -1,0 +1,266 @@
+"""The channel between the processes of a run: a star of connections, lines of JSON, one thread a process that does the talking.
+
+Process 0 listens, the others connect. What a process posts goes to process 0, whose `Desk` answers to all. That thread hears and beats
+while the main thread is stuck in a collective, which by itself never raises. No arrays pass here.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jpipe._desk import Beat, Desk, Message
+from jpipe._errors import InputError
+
+_LINE = 2**24  # bytes of the longest line; configs and plans travel in one
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a process may be silent or be waited for before the run is given up; in all, less than a minute.
+
+    Attributes:
+        silence: seconds without a sign of life of a process; a main thread may hold Python's lock that long.
+        wait: seconds that one wait inside of `Processes.waiting` may last.
+        grace: seconds from the loss of the run until a process that has not ended by itself is ended.
+    """
+
+    silence: float = 30.0
+    wait: float = 45.0
+    grace: float = 5.0
+
+    @property
+    def beat(self) -> float:
+        """Seconds between two signs of life."""
+        return min(1.0, self.silence / 10, self.wait / 10)
+
+
+@runtime_checkable
+class Store(Protocol):
+    """How the processes find each other."""
+
+    index: int
+    """Which process this is."""
+    count: int
+    """How many there are."""
+    host: str
+    """A name or an address at which the others reach process 0."""
+
+    def put(self, value: str) -> None:
+        """Process 0 leaves a value for the others."""
+
+    def get(self, seconds: float) -> str:
+        """The others take it, and wait for it so long."""
+
+
+class JaxStore:
+    """The key-value store of `jax.distributed`. JAX has no public name for it: what is private of JAX is used here and nowhere else.
+
+    The host is the coordinator's: the one address of process 0 that all others have just reached.
+    """
+
+    def __init__(self) -> None:
+        from jax._src import distributed  # late: nothing else here needs JAX
+
+        state = distributed.global_state
+        self.index, self.count = state.process_id, state.num_processes
+        self.host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
+        self._client: Any = state.client
+
+    def put(self, value: str) -> None:
+        self._client.key_value_set("jpipe/processes", value)
+
+    def get(self, seconds: float) -> str:
+        return self._client.blocking_key_value_get("jpipe/processes", int(seconds * 1000))
+
+
+class Channel:
+    """One process's end of the channel. A run of one process has no thread and no connection: the desk answers at once.
+
+    Args:
+        index: which process this is.
+        count: how many there are.
+        limits: how long a process may be silent.
+        take: is given what process 0 says to all, and `{"lost": how, "at once": …}` for a process that this one sees no more, at once
+            if it was process 0; called by the talking thread.
+        beat: what this process says of itself; called once a beat by the talking thread.
+    """
+
+    def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
+        self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
+        self._desk = Desk(count)  # of process 0 alone
+        self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
+        self._silent: dict[int, int] = {}  # beats since each of them was heard
+        self._ready = threading.Event()  # what is posted earlier would be lost
+        self._closing = asyncio.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, store: Store, limit: float) -> None:
+        """Find the others and begin to talk; does not wait until all are there.
+
+        Args:
+            store: where process 0 leaves its address.
+            limit: seconds to wait for that.
+
+        Raises:
+            InputError: process 0 cannot be reached.
+        """
+        if self._index == 0:
+            listener, token = _listen_at(store.host), secrets.token_hex(16)
+            store.put(json.dumps([store.host, listener.getsockname()[1], token]))
+            talk = self._serve(listener, token)
+        else:
+            host, port, token = json.loads(store.get(limit))
+            talk = self._join(_connect_to(host, port, self._index, limit), token)
+        # With a factory of its own the loop does not become the event loop of the caller's thread.
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+
+        def run() -> None:
+            with runner:
+                runner.run(talk)
+
+        self._thread = threading.Thread(target=run, name="jpipe-processes", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def post(self, message: Message) -> None:
+        """Send to process 0, from any thread of the caller."""
+        if self._thread is None:
+            self._send(message)
+        else:
+            self._loop.call_soon_threadsafe(self._send, message)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Let the talking thread, which asks for it, do something later; nothing where there is none."""
+        if self._thread is not None:
+            self._loop.call_later(seconds, action)
+
+    def hang_up(self) -> None:
+        """All are at the end; called by the talking thread."""
+        self._closing.set()
+
+    def join(self) -> None:
+        """Wait until the talking thread has ended, after `hang_up`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    async def _serve(self, listener: socket.socket, token: str) -> None:
+        """Process 0: let the others in, until all are here, and beat."""
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = await self._admit(reader, token)
+            if peer is not None:
+                self._peers[peer] = writer
+                if len(self._peers) == self._count - 1:
+                    server.close()
+                await self._listen(reader, peer)
+                del self._peers[peer]
+            writer.close()
+
+        server = await asyncio.start_server(accept, sock=listener, limit=_LINE, start_serving=False)
+        await server.start_serving()
+        self._ready.set()
+        await self._keep_beating()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.grace):
+                while self._peers:  # they hang up when they have read that all are at the end
+                    await asyncio.sleep(0.005)
+
+    async def _admit(self, reader: asyncio.StreamReader, token: str) -> int | None:
+        """The index of the process that has connected; None for a stranger, who does not know the token."""
+        try:
+            async with asyncio.timeout(10):
+                word, _, index = (await reader.readline()).partition(b" ")
+            if not secrets.compare_digest(word, token.encode()):
+                return None
+            peer = int(index)
+            return peer if 0 < peer < self._count and peer not in self._peers else None
+        except (OSError, ValueError, asyncio.CancelledError):  # the last: who has said nothing when the run ends
+            return None
+
+    async def _join(self, connection: socket.socket, token: str) -> None:
+        """Any other process: say who this is, listen and beat."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE)
+        writer.write(f"{token} {self._index}\n".encode())
+        self._peers[0] = writer
+        self._ready.set()
+        listening = asyncio.create_task(self._listen(reader, 0))
+        await self._keep_beating()
+        writer.close()
+        await listening
+
+    async def _keep_beating(self) -> None:
+        """Say what this process does, and count the beats since the others did: the time this one is stopped itself does not count."""
+        while not self._closing.is_set():
+            self._send({"beat": asdict(self._beat())})
+            if self._index == 0:
+                self._broadcast({})
+            for peer in self._peers:
+                self._silent[peer] = beats = self._silent.get(peer, 0) + 1
+                if beats * self._limits.beat > self._limits.silence:
+                    self._lose(f"process {peer} gave no sign of life for {self._limits.silence:.0f} s: it is stopped, or cut off")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), self._limits.beat)
+
+    async def _listen(self, reader: asyncio.StreamReader, peer: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a reset, a line without end: an end like any other
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._silent[peer] = 0
+                if self._index == 0:
+                    self._decide(peer, json.loads(line))
+                else:
+                    self._take(json.loads(line))
+        if not self._closing.is_set():
+            how = f"process {peer} ended without a word: it was killed or crashed, see its own output"
+            self._lose(how, at_once=peer == 0)
+
+    def _send(self, message: Message) -> None:
+        if self._index == 0:
+            self._decide(0, message)
+        elif 0 in self._peers:
+            self._peers[0].write(_line(message))
+
+    def _decide(self, sender: int, message: Message) -> None:
+        answer = self._desk.answer(sender, message)
+        if answer is not None:
+            self._broadcast(answer)
+            self._take(answer)
+
+    def _lose(self, how: str, at_once: bool = False) -> None:
+        if self._index == 0:
+            self._broadcast({"lost": how})
+        self._take({"lost": how, "at once": at_once})
+
+    def _broadcast(self, message: Message) -> None:
+        line = _line(message)
+        for writer in self._peers.values():
+            writer.write(line)
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _listen_at(host: str) -> socket.socket:
+    """A port at that address alone; at all addresses where the others know this host by one that is not its own."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError:
+        return socket.create_server(("", 0))
+
+
+def _connect_to(host: str, port: int, index: int, limit: float) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), timeout=limit)
+    except OSError as error:
+        raise InputError(
+            f"process {index} cannot reach process 0 at {host}, port {port}: {error.strerror or error}; "
+            "let the processes of a run connect to each other at any port (a firewall may forbid it)"
+        ) from None

@@ -1,0 +1,251 @@
+"""The processes of one run: they agree before they start, tell each other numbers, and notice who died, hangs or stopped.
+
+Nothing here knows of pipelines, and no arrays pass.
+"""
+
+import contextlib
+import os
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jpipe._channel import Channel, JaxStore, Limits, Store
+from jpipe._desk import Beat, Message
+from jpipe._errors import InputError
+
+_NUMBERS = 4096  # that wait to be read; where nobody reads them the oldest go
+_END = "the end"  # where all meet last
+
+
+class PeerLost(RuntimeError):
+    """A process of the run died, hung or stopped: the message names it, how, and what this process was waiting for, in one line."""
+
+
+class _Wait:
+    """A wait of a thread. Its length is counted in beats: the time this process itself is stopped does not count."""
+
+    __slots__ = ("beats", "limit", "on", "what")
+
+    def __init__(self, what: object, on: int | None, limit: float) -> None:
+        self.what, self.on, self.limit, self.beats = what, on, limit, 0
+
+    def __str__(self) -> str:
+        return f"{self.what}" + (f" of process {self.on}" if self.on is not None else "")
+
+
+class Processes:
+    """All processes of a run, as one of them sees them; made by `join`. After a loss none of them goes on.
+
+    A process that is stuck when the run is lost, in a collective say, is ended after `Limits.grace` with exit code 1 and the message
+    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the others 50 ms after its coordinator ended.
+
+    Attributes:
+        index: which process this is.
+        count: how many there are. With one there is nothing to wait for and nothing is watched.
+    """
+
+    def __init__(self, index: int, count: int, limits: Limits) -> None:
+        self.index, self.count, self._limits = index, count, limits
+        self._changed = threading.Condition()  # guards the next three, which threads of the caller wait for
+        self._lost: str | None = None
+        self._answers: dict[str, list[str]] = {}
+        self._told: dict[str, tuple[float, ...]] = {}
+        self._left = False  # whether the caller knows how the run ended, and says so itself
+        self._waits: dict[int, _Wait] = {}  # one a thread
+        self._channel = Channel(index, count, limits, self._take, self._beat)
+
+    @classmethod
+    def join(cls, *, limit: float = 60.0, limits: Limits | None = None, store: Store | None = None) -> "Processes":
+        """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
+
+        Args:
+            limit: seconds to wait for the others.
+            limits: how long silence and waits may last; the same in all processes.
+            store: how the processes find each other; by `jax.distributed` where not given.
+
+        Raises:
+            InputError: process 0 cannot be reached.
+            PeerLost: not all have joined in time.
+        """
+        store = JaxStore() if store is None else store
+        processes = cls(store.index, store.count, Limits() if limits is None else limits)
+        if processes.count > 1:
+            processes._channel.open(store, limit)
+            processes._meet("joining", {}, "all processes to join", limit)
+        return processes
+
+    def agree(self, facts: Mapping[str, str], limit: float = 600.0) -> None:
+        """Go on only if all processes state the same facts; all call it.
+
+        Args:
+            facts: what has to be the same, by name: the text of the config, the plan, versions.
+            limit: seconds to wait for the others.
+
+        Raises:
+            InputError: in every process, if any fact differs: names it, the processes, and where the texts part.
+            PeerLost: the run is lost, or a process did not come in time.
+        """
+        differences = self._meet("agreement", dict(facts), "all processes to agree", limit)
+        if differences:
+            raise InputError(*differences)
+
+    def barrier(self, name: str, limit: float = 600.0) -> None:
+        """Wait until all processes are here.
+
+        Args:
+            name: of the place, the same in all processes.
+            limit: seconds to wait for the others.
+
+        Raises:
+            PeerLost: the run is lost, or a process did not come in time.
+        """
+        self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
+
+    def tell(self, name: str, values: Sequence[float]) -> None:
+        """Send numbers to all processes, this one too; does not wait.
+
+        Args:
+            name: under which to ask for them; told once in a run, by one process.
+            values: they arrive bit for bit.
+        """
+        self._channel.post({"tell": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
+
+    def told(self, name: str, on: int | None = None) -> tuple[float, ...]:
+        """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 4,096 are kept.
+
+        Args:
+            name: under which they are told.
+            on: the process that tells them, where known: to be named if they do not come.
+
+        Raises:
+            PeerLost: the run is lost.
+        """
+        with self.waiting(name, on):
+            self._await(lambda: name in self._told)
+            return self._told.pop(name)
+
+    @contextlib.contextmanager
+    def waiting(self, what: object, on: int | None = None, limit: float | None = None) -> Iterator[None]:
+        """Say that this thread now waits, so that a wait without end is noticed. Costs about a microsecond, and no message.
+
+        Args:
+            what: is waited for; its text is taken when it is needed.
+            on: the process waited for, where it is one.
+            limit: seconds after which the run is lost; `Limits.wait` where not given.
+
+        Raises:
+            PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
+        """
+        thread = threading.get_ident()
+        outer = self._waits.get(thread)
+        self._waits[thread] = _Wait(what, on, self._limits.wait if limit is None else limit)
+        try:
+            yield
+        except Exception as error:
+            with self._changed:  # of the death behind it the channel hears at about the same time
+                if self.count > 1 and self._changed.wait_for(lambda: self._lost is not None, timeout=1.0):
+                    raise PeerLost(self._lost) from error
+            raise
+        finally:
+            if outer is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = outer
+
+    def check(self) -> None:
+        """Return unless the run is lost; for loops that wait in Python.
+
+        Raises:
+            PeerLost: the run is lost.
+        """
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+
+    def stop(self, reason: str) -> None:
+        """This process gives up and ends: all others raise `PeerLost` with its reason.
+
+        Args:
+            reason: completes "process 0 stopped: ".
+        """
+        self._left = True
+        self._channel.post({"stop": reason})
+        with self._changed:  # what comes back has gone to all
+            self._changed.wait_for(lambda: self._lost is not None, timeout=self._limits.grace)
+
+    def close(self) -> None:
+        """Part from the others: wait until all are here; from then on the end of a process is no loss.
+
+        After a loss: the caller has told the user how the run ended, and ends by itself. JAX waits at its exit for processes that
+        never come, so this one is still ended, now without a word, when `Limits.grace` is over.
+
+        Raises:
+            PeerLost: a process was lost before all were here.
+        """
+        if self._lost is None:
+            self._meet(_END, {}, "all processes to finish", 600.0)
+            self._channel.join()
+        self._left = True
+        sys.stdout.flush()
+
+    def _meet(self, place: str, facts: dict[str, str], what: str, limit: float) -> list[str]:
+        with self.waiting(what, limit=limit):
+            self._channel.post({"meet": place, "facts": facts})
+            self._await(lambda: place in self._answers)
+            return self._answers.pop(place)
+
+    def _await(self, found: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._lost is not None)
+            if not found():
+                self.check()
+
+    # The rest is done by the talking thread.
+
+    def _beat(self) -> Beat:
+        for wait in list(self._waits.values()):
+            wait.beats += 1
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        calls = [f"{os.path.basename(f.f_code.co_filename)}:{line} ({f.f_code.co_name})" for f, line in traceback.walk_stack(frame)]
+        longest = self._longest_wait()
+        if longest is None:
+            return Beat(" called by ".join(calls[:3]))
+        seconds = longest.beats * self._limits.beat
+        return Beat(" called by ".join(calls[:3]), str(longest.what)[:500], longest.on, seconds, seconds > longest.limit)
+
+    def _longest_wait(self) -> _Wait | None:
+        return max(list(self._waits.values()), key=lambda wait: wait.beats, default=None)
+
+    def _take(self, message: Message) -> None:
+        """What process 0 says to all, and what this one has noticed itself."""
+        with self._changed:
+            match message:
+                case {"met": place, "differences": differences}:
+                    self._answers[place] = differences
+                    if place == _END:
+                        self._channel.hang_up()
+                case {"tell": name, "values": values}:
+                    data = bytes.fromhex(values)
+                    self._told[name] = struct.unpack(f"<{len(data) // 8}d", data)
+                    if len(self._told) > _NUMBERS:
+                        del self._told[next(iter(self._told))]
+                case {"lost": how}:
+                    self._lose(how, message.get("at once", False))
+            self._changed.notify_all()
+
+    def _lose(self, how: str, at_once: bool) -> None:
+        if self._lost is None:
+            wait = self._longest_wait()
+            text = f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else "")
+            self._lost = "".join(c if c.isprintable() else " " for c in text)
+            # Process 0 goes last, for JAX aborts the others when its coordinator ends.
+            self._channel.later(self._limits.grace + (self.index == 0), self._end)
+        if at_once:
+            self._end()
+
+    def _end(self) -> None:
+        """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
+        if not self._left:
+            os.write(2, f"jpipe: {self._lost}\n".encode())
+        os._exit(1)

@@ -1,0 +1,172 @@
+"""What the processes of test_processes.py run: `python joined.py NAME WHERE INDEX COUNT` calls the function of that name below."""
+
+import json
+import pathlib
+import socket
+import struct
+import sys
+import threading
+import time
+import types
+
+NAME, WHERE, INDEX, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if not NAME.startswith("jax"):
+    # Without the package's own imports: the side channel needs no JAX, and these processes start in a moment.
+    sys.modules["jpipe"] = types.ModuleType("jpipe")
+    sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[2] / "jpipe")]
+
+from jpipe._channel import Limits  # noqa: E402
+from jpipe._errors import InputError  # noqa: E402
+from jpipe._processes import PeerLost, Processes  # noqa: E402
+
+NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
+
+
+class Folder:
+    """Processes that find each other by a file."""
+
+    index, count, host = INDEX, COUNT, "127.0.0.1"
+    path = pathlib.Path(WHERE, "address")
+
+    def put(self, value):
+        self.path.with_suffix(".new").write_text(value)
+        self.path.with_suffix(".new").replace(self.path)
+
+    def get(self, seconds):
+        while not self.path.exists():
+            time.sleep(0.01)
+        return self.path.read_text()
+
+
+def join(limit=30.0, **limits):
+    processes = Processes.join(limit=limit, limits=Limits(**limits), store=Folder())
+    print("ready", flush=True)
+    return processes
+
+
+def well():
+    """Agree, disagree, meet, tell, part."""
+    processes = join()
+    config = f"model: gpt\nlearning_rate: {0.2 if INDEX == 2 else 0.1}\nsteps: 3\n"
+    processes.agree({"config": "model: gpt", "plan": "{}"})
+    try:
+        processes.agree({"config": config, "plan": "{}", "device kind": "gpu" if INDEX else "cpu"})
+        differences = []
+    except InputError as error:
+        differences = str(error).splitlines()
+    if INDEX == 1:
+        processes.tell("loss 0", struct.unpack("<6d", NUMBERS))
+        processes.tell("none", [])
+        for number in range(5000):
+            processes.tell(f"unread {number}", [number])
+    read = struct.pack("<6d", *processes.told("loss 0")) if INDEX != 2 else NUMBERS
+    processes.barrier("middle")
+    processes.barrier("middle")
+    kept = processes.told("unread 4999", on=1) == (4999.0,) and len(processes._told)
+    processes.check()
+    processes.close()
+    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept, "threads": threading.active_count()}
+    print(json.dumps(result | {"waits": len(processes._waits)}))
+
+
+def enter():
+    """Join, read a number and part: something to disturb."""
+    processes = join()
+    if INDEX == 1:
+        processes.tell("loss", [0.5])
+    assert processes.told("loss") == (0.5,)
+    processes.close()
+    print("parted")
+
+
+def stuck(processes, hanging=None):
+    """Process 1 waits for 2 and looks about, all others wait for 1 as if in a collective; one may hang in a wait of its own."""
+    if hanging == INDEX:
+        threading.Event().wait()
+    if INDEX == 1:
+        with processes.waiting("activations 3", on=2):
+            while True:
+                processes.check()
+                time.sleep(0.01)
+    with processes.waiting("gradients 4", on=1):
+        time.sleep(100)
+
+
+def told_and_closed(processes, run, *arguments):
+    """What a caller does about a loss: tell the user, part, end."""
+    try:
+        run(processes, *arguments)
+    except PeerLost as lost:
+        print(lost)
+        processes.close()
+        sys.exit(3)
+
+
+def wait():
+    told_and_closed(join(silence=1.5, wait=60, grace=1), stuck)
+
+
+def hang():
+    told_and_closed(join(silence=60, wait=2, grace=1), stuck, 2)
+
+
+def slow_to_end():
+    """Process 1 tells the loss, and then its exit never comes."""
+    processes = join(silence=1.5, wait=60, grace=1)
+    try:
+        stuck(processes)
+    except PeerLost as lost:
+        print(lost)
+        processes.close()
+        time.sleep(100)
+
+
+def give_up():
+    processes = join(grace=20)
+    if INDEX == 0:
+        sys.stdin.readline()
+        processes.stop("the disk\nis full")
+        processes.stop("again")
+        sys.exit(4)
+    told_and_closed(processes, (lambda all_: all_.told("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
+
+
+def not_all():
+    if INDEX != 2:
+        join(limit=1, grace=10)
+
+
+def unreachable():
+    """Nobody listens at the port that WHERE is."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        Folder().put(json.dumps(["127.0.0.1", port, "token"]))
+        try:
+            join()
+        except InputError as error:
+            print(str(error).replace(str(port), "PORT"))
+
+
+def jax_collective():
+    """Two collectives; process 0 comes to the second only with a line on its standard input."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{WHERE}", COUNT, INDEX)
+    processes = Processes.join()
+    mesh = jax.make_mesh((COUNT,), ("p",))
+    ones = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, jax.P("p")), jax.numpy.ones(1))
+    together = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "p"), mesh=mesh, in_specs=jax.P("p"), out_specs=jax.P()))
+    together(ones).block_until_ready()
+    print("ready", flush=True)
+    if INDEX == 0:
+        sys.stdin.readline()
+    with processes.waiting("the sum"):
+        together(ones).block_until_ready()
+    processes.close()
+    print("parted")
+
+
+if __name__ == "__main__":
+    globals()[NAME]()

@@ -1,0 +1,283 @@
+"""Real processes that agree, tell each other numbers, and end with a message when one of them is killed, stopped, hangs or gives up."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jpipe._desk import Beat, Desk
+from jpipe._processes import Processes
+
+PROGRAM = Path(__file__).parent / "joined.py"
+ENDED = "process {} ended without a word: it was killed or crashed, see its own output"
+SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
+
+
+@contextlib.contextmanager
+def started(name, where, count=3):
+    """That many processes that run the function `name` of joined.py; killed in the end, whatever happened."""
+    arguments = [sys.executable, str(PROGRAM), name, str(where)]
+    root = {"PYTHONPATH": str(PROGRAM.parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}
+    processes = [subprocess.Popen([*arguments, str(index), str(count)], **pipes) for index in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+
+
+def ready(processes):
+    """Return when all have come so far."""
+    for process in processes:
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line.startswith("[Gloo]"), process.stderr.read()
+
+
+def go_on(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def ending(process):
+    """Exit code, what has not been read of standard output, and standard error of a process that ends by itself within a minute."""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_processes_that_are_well(tmp_path):
+    with started("well", tmp_path) as processes:
+        ready(processes)
+        for process in processes:
+            code, out, err = ending(process)
+            assert (code, err) == (0, "")
+            assert json.loads(out) == {
+                "differences": [
+                    "config differs between processes 0 and 2: 'learning_rate: 0.1' against 'learning_rate: 0.2' (line 2); "
+                    "start all processes with the same config",
+                    "device kind differs between processes 0 and 1, 2: 'cpu' against 'gpu'; start all processes with the same device kind",
+                ],
+                "exact": True,  # the bits of 1, -0, the smallest number, both infinities, and a NaN with a payload
+                "kept": 4095,  # of 5,000 that nobody reads; one has been read
+                "threads": 1,
+                "waits": 0,
+            }
+
+
+def test_strangers_are_dropped_and_harm_nobody(tmp_path):
+    with started("enter", tmp_path) as processes, contextlib.ExitStack() as strangers:
+        processes[2].send_signal(signal.SIGSTOP)  # before it joins: until then the port is open
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "address").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        host, port, token = json.loads((tmp_path / "address").read_text())
+
+        def say(text):
+            stranger = strangers.enter_context(socket.create_connection((host, port), timeout=30))
+            stranger.sendall(text)
+            return stranger
+
+        for text in (
+            "\n",
+            '{"stop": "all"}\n',
+            f"{'0' * 32} 2\n",
+            "\0\n",
+            f"{token} 0\n",
+            f"{token} 3\n",
+            f"{token} x\n",
+            token[:-1] + "\n",
+        ):
+            assert say(text.encode()).recv(1) == b""  # dropped
+        say(b""), say(b"\xff" * 100_000), say(token.encode())  # these may still want to say something
+        processes[2].send_signal(signal.SIGCONT)
+        ready(processes)
+        for process in processes:
+            assert ending(process) == (0, "parted\n", "")
+
+
+@pytest.mark.parametrize(
+    ("victim", "by", "how"),
+    [(2, signal.SIGKILL, ENDED), (0, signal.SIGKILL, ENDED), (2, signal.SIGSTOP, SILENT), (0, signal.SIGSTOP, SILENT)],
+)
+def test_a_process_that_dies_or_is_stopped_ends_all(tmp_path, victim, by, how):
+    with started("wait", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)  # more than a beat: the waits have begun
+        processes[victim].send_signal(by)
+        for index in {0, 1, 2} - {victim}:
+            waited = "activations 3 of process 2" if index == 1 else "gradients 4 of process 1"
+            message = f"{how.format(victim)}; process {index} stops while waiting for {waited}\n"
+            if index == 1 and (victim, by) != (0, signal.SIGKILL):  # it can still tell by itself
+                assert ending(processes[index]) == (3, message, "")
+            else:
+                assert ending(processes[index]) == (1, "", f"jpipe: {message}")
+
+
+def test_a_process_that_has_told_and_does_not_end_is_ended_without_another_word(tmp_path):
+    with started("slow_to_end", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)
+        processes[2].kill()
+        message = f"{ENDED.format(2)}; process 1 stops while waiting for activations 3 of process 2\n"
+        assert ending(processes[1]) == (1, message, "")
+
+
+def test_a_wait_that_lasts_too_long_ends_all_and_tells_what_the_hanging_process_does(tmp_path):
+    with started("hang", tmp_path) as processes:
+        ready(processes)
+        endings = [ending(process) for process in processes]
+    assert [code for code, _, _ in endings] == [1, 3, 1]
+    stops = ["stops while waiting for gradients 4 of process 1", "stops while waiting for activations 3 of process 2", "stops"]
+    for index, (_, out, err) in enumerate(endings):
+        line = out + err
+        assert "process 2 hangs: process " in line  # whether 0 or 1 was the first to notice
+        assert " has waited 2 s for " in line
+        assert ", and process 2 is in threading.py:" in line
+        assert line.endswith(f"; process {index} {stops[index]}\n")
+        assert line.count("\n") == 1
+
+
+def test_a_process_that_stops_tells_why(tmp_path):
+    with started("give_up", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.5)  # the others wait
+        go_on(processes[0])
+        how = "process 0 stopped: the disk is full; process"
+        assert ending(processes[1]) == (3, f"{how} 1 stops while waiting for loss 7 of process 0\n", "")
+        assert ending(processes[2]) == (3, f"{how} 2 stops while waiting for all processes to reach 'never'\n", "")
+        assert ending(processes[0]) == (4, "", "")
+
+
+def test_a_process_that_never_joins_is_named(tmp_path):
+    with started("not_all", tmp_path) as processes:
+        for process in processes[:2]:
+            code, _, err = ending(process)
+            assert code == 1
+            assert "PeerLost: process 2 has not joined: process " in err.splitlines()[-1]
+            assert "s for all processes to join" in err.splitlines()[-1]
+
+
+def test_an_address_that_cannot_be_reached_is_told(tmp_path):
+    with started("unreachable", tmp_path, count=2) as processes:
+        assert ending(processes[1]) == (
+            0,
+            "process 1 cannot reach process 0 at 127.0.0.1, port PORT: Connection refused; "
+            "let the processes of a run connect to each other at any port (a firewall may forbid it)\n",
+            "",
+        )
+
+
+def test_a_run_of_one_process_needs_no_other():
+    class Nobody:
+        index, count, host = 0, 1, ""
+
+        def put(self, value: str) -> None:
+            raise AssertionError
+
+        def get(self, seconds: float) -> str:
+            raise AssertionError
+
+    processes = Processes.join(store=Nobody())
+    processes.agree({"config": "any"})
+    processes.barrier("start")
+    processes.tell("loss", [0.5, math.inf])
+    assert processes.told("loss") == (0.5, math.inf)
+    processes.close()
+    assert processes._channel._thread is None
+
+
+# With JAX: its coordinator lives in process 0, and it aborts the others soon after that has died.
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies():
+    with started("jax_collective", free_port()) as processes:
+        ready(processes)
+        time.sleep(0.5)  # the others are in the collective
+        processes[0].kill()
+        for index in (1, 2):
+            code, _, err = ending(processes[index])
+            assert (code, err.splitlines()[-1]) == (1, f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum")
+
+
+def test_with_jax_all_end_well():
+    with started("jax_collective", free_port()) as processes:
+        ready(processes)
+        go_on(processes[0])
+        for process in processes:
+            code, out, _ = ending(process)
+            assert (code, out) == (0, "parted\n")
+
+
+# What process 0 decides, without processes.
+
+
+def beats(desk, *of_processes):
+    return [desk.answer(process, {"beat": vars(beat)}) for process, beat in enumerate(of_processes)]
+
+
+def test_the_end_of_a_chain_of_waits_is_blamed():
+    answers = beats(
+        Desk(3),
+        Beat("a.py:1 (f)", "gradients 0", 1, 44.0),
+        Beat("b.py:2 (g)", "gradients 0", 2, 44.0),
+        Beat("c.py:3 (h)", "activations 9", 1, 0.2),
+    )
+    assert answers == [None, None, None]
+    desk = Desk(3)
+    beats(desk, Beat("", "x", 1, 44.0), Beat("", "y", 2, 44.0), Beat("c.py:3 (h)", "z", 1, 0.2))
+    overdue = {"beat": vars(Beat("", "gradients 0", 1, 46.0, True))}
+    assert desk.answer(0, overdue) == {
+        "lost": "process 2 hangs: process 0 has waited 46 s for gradients 0, and process 2 is in c.py:3 (h)",
+    }
+
+
+def test_processes_that_wait_for_each_other_are_told_so():
+    desk = Desk(2)
+    assert beats(desk, Beat("", "gradients 0", 1, 30.0), Beat("", "activations 1", 0, 46.0, True))[1] == {
+        "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
+    }
+
+
+def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
+    desk = Desk(2)
+    assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
+    answers = beats(desk, Beat("", "all processes to reach 'start'", None, 601.0, True), Beat("", "loss 3", None, 601.0, True))
+    assert answers == [
+        {"lost": "process 1 has not joined: process 0 has waited 601 s for all processes to reach 'start'"},
+        {"lost": "process 1 has waited 601 s for loss 3"},
+    ]
+
+
+def test_long_texts_that_differ_are_shown_where_they_differ():
+    desk = Desk(3)
+    plan = json.dumps({"layers": [f"layer{k}" for k in range(1000)]})
+    desk.answer(2, {"meet": "agreement", "facts": {"plan": plan.replace("layer700", "layer_700")}})
+    desk.answer(1, {"meet": "agreement", "facts": {"plan": plan, "jax version": "1"}})
+    answer = desk.answer(0, {"meet": "agreement", "facts": {"plan": plan}})
+    assert answer == {
+        "met": "agreement",
+        "differences": [
+            "plan differs between processes 0 and 2: "
+            """'ayer697", "layer698", "layer699", "layer700", "layer701", "layer702", "layer703"' against """
+            """'ayer697", "layer698", "layer699", "layer_700", "layer701", "layer702", "layer703'; start all processes with the """
+            "same plan",
+            "jax version differs between processes 0 and 1: '' against '1'; start all processes with the same jax version",
+        ],
+    }
