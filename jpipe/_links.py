@@ -53,6 +53,13 @@ class Link:
             zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=self._collective.device) for leaf in jax.tree.leaves(spec)]
             self._placeholders[_kind(spec)] = self._collective.shared(zeros)
 
+    def connect(self) -> None:
+        """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
+
+        Without it the first message does so, and gloo gives up if the peer is not there for that message within 30 s.
+        """
+        self._collective.connect()
+
     def send(self, tree: Tree) -> None:
         """Send a message, in the process of `source`. On CPUs this returns when the receiver has it.
 
@@ -98,6 +105,10 @@ class Reduction:
         """
         self._collective.compile(spec)
 
+    def connect(self) -> None:
+        """Open the connections, as `Link.connect` does."""
+        self._collective.connect()
+
     def __call__(self, tree: Tree) -> Tree:
         """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
 
@@ -129,6 +140,11 @@ class _Collective:
             mapped = jax.shard_map(self._function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
             leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding) for leaf in jax.tree.leaves(spec)]
             self._programs[_kind(spec)] = jax.jit(mapped).lower(leaves).compile()
+
+    def connect(self) -> None:
+        nothing = jnp.zeros((), jnp.uint8, device=self.device)
+        self.compile(nothing)
+        self(nothing)
 
     def known(self, tree: Tree) -> Kind:
         """The kind of a tree, which must have been compiled."""

@@ -72,7 +72,8 @@ def assert_arrived(tree, expected, device):
 class Processes:
     """What every scenario sees: the first device of each process, the second one of process 0, and which process this is."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        self.folder = folder
         self.here = jax.process_index()
         self.first = [jax.devices()[i] for i in (0, 2, 3)]
         self.second = jax.devices()[1]
@@ -92,6 +93,18 @@ def device_ids_have_gaps(world):
     ids = [device.id for device in jax.devices()]
     assert ids != list(range(len(ids))), "the other scenarios would not show what they should"
     assert [device.process_index for device in jax.devices()] == [0, 0, 1, 2]
+
+
+def to_connect_is_to_meet(world):
+    link = link_of(world, *world.first[:2])
+    reduction = Reduction(world.first)
+    for k, connection in enumerate((link, reduction)):
+        if connection is not None:
+            time.sleep(0.2 * world.here)
+            (world.folder / f"{k} of {world.here}").touch()
+            connection.connect()
+            assert (world.folder / f"{k} of 1").exists()
+    assert (world.folder / "1 of 2").exists()
 
 
 def every_bit_arrives(world):
@@ -163,18 +176,18 @@ def a_blocked_receive_delays_nothing(world):
 
 
 def a_send_of_what_is_still_computed_delays_nothing(world):
-    """Process 1 takes the first message only after the second one, whose computation was started later, on the same device."""
+    """Process 0 takes the first message only after the others, whose computations were started later on the same device."""
     spec = jax.ShapeDtypeStruct((), "float32")
-    a, b, c = world.first[0], world.first[1], world.second
-    first, second = link_of(world, a, b, spec), link_of(world, c, b, spec)
-    if world.here == 0:
-        unready = slow(jax.device_put(np.float32(1), a))
+    source = world.first[1]  # the one device of its process: all its computations share one thread
+    first, second = link_of(world, source, world.first[0], spec), link_of(world, source, world.second, spec)
+    if world.here == 1:
+        unready = slow(jax.device_put(np.float32(1), source))
         sending = threading.Thread(target=lambda: first.send(unready), daemon=True)
         sending.start()
         for k in range(20):
-            second.send(jax.device_put(slow(jax.device_put(np.float32(k), a)), c))
+            second.send(slow(jax.device_put(np.float32(k), source)))
         sending.join()
-    elif world.here == 1:
+    elif world.here == 0:
         for k in range(20):
             assert float(second.receive(spec)) == k
         assert float(first.receive(spec)) == 1
@@ -297,6 +310,7 @@ def mistakes_are_told(world):
 
 SCENARIOS = (
     device_ids_have_gaps,
+    to_connect_is_to_meet,
     every_bit_arrives,
     what_arrived_stays,
     both_ways_at_once,
@@ -316,7 +330,7 @@ def main(process, port, results):
     jax.config.update("jax_num_cpu_devices", DEVICES[process])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", len(DEVICES), process)
-    world = Processes()
+    world = Processes(Path(results).parent)
     for scenario in SCENARIOS:
         try:
             scenario(world)
