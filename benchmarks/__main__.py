@@ -1,4 +1,4 @@
-"""`python -m benchmarks [dispatch] [lowering] [single-stage] [--json FILE]`: run, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] [scaling] [single-stage] [--json FILE]`: run, print a table, write JSON."""
 
 import argparse
 import json
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import dispatch, lowering, single_stage
+from benchmarks import dispatch, lowering, scaling, single_stage
 from benchmarks.machine import describe, make_cpu_devices
 
-BENCHMARKS = {"dispatch": dispatch.measure, "lowering": lowering.measure, "single-stage": single_stage.measure}
+BENCHMARKS = {"dispatch": dispatch.measure, "lowering": lowering.measure, "scaling": scaling.measure, "single-stage": single_stage.measure}
 
 
 def in_a_process(measure: Callable[[], Any]) -> Any:

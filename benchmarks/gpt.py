@@ -60,7 +60,7 @@ def block(sizes: Sizes, p: Tree, x: Float[Array, "b s w"]) -> Float[Array, "b s 
     """x + attention(norm(x)), then x + mlp(norm(x))."""
     b, s, w = x.shape
     q, k, v = jnp.moveaxis(_linear(p["qkv"], _norm(p["attention_norm"], x)).reshape(b, s, 3, sizes.heads, w // sizes.heads), 2, 0)
-    x = x + _linear(p["project"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, s, w))
+    x = x + _linear(p["project"], jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=sizes.attention).reshape(b, s, w))
     return x + _linear(p["contract"], jax.nn.gelu(_linear(p["expand"], _norm(p["mlp_norm"], x))))
 
 
@@ -107,26 +107,44 @@ def init(sizes: Sizes, key: Array) -> Tree:
     return {"embedding": init_embedding(sizes, key), "blocks": blocks, "head": init_head(sizes, key)}
 
 
-def plain_step(sizes: Sizes, microbatches: int) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree, Array]]:
-    """`(parameters, optimizer state, batch) -> (parameters, optimizer state, loss)`: a scan over microbatches that adds up gradients."""
+class PlainStep:
+    """What one writes without a pipeline: one jitted step that scans over the microbatches, adds up gradients and updates.
 
-    def loss(p: Tree, tokens: Array, labels: Array) -> Array:
-        x = embed(sizes, p["embedding"], tokens)
-        for layer in p["blocks"]:
-            x = block(sizes, layer, x)
-        return mean_loss(head(sizes, p["head"], x), labels)
+    Args:
+        sizes: of the model.
+        microbatches: of a batch.
+        batch: (inputs, labels) on the device, the same for each step.
+    """
 
-    def step(p: Tree, optimizer_state: Tree, batch: Tree) -> tuple[Tree, Tree, Array]:
-        def add(total: Tree, microbatch: Tree) -> tuple[Tree, Array]:
-            value, gradients = jax.value_and_grad(loss)(p, *microbatch)
-            return jax.tree.map(jnp.add, total, gradients), value
+    def __init__(self, sizes: Sizes, microbatches: int, batch: Tree) -> None:
+        self.params = init(sizes, jax.random.key(0))
+        self._optimizer_state = optimizer().init(self.params)
+        self._batch = jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
+        self._step = jax.jit(partial(_plain_step, sizes, microbatches), donate_argnums=(0, 1))
 
-        parts = jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
-        total, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), parts)
-        updates, optimizer_state = optimizer().update(jax.tree.map(lambda leaf: leaf / microbatches, total), optimizer_state, p)
-        return optax.apply_updates(p, updates), optimizer_state, losses.mean()
+    def __call__(self) -> float:
+        """Run one step and wait for it; the mean loss."""
+        self.params, self._optimizer_state, loss = self._step(self.params, self._optimizer_state, self._batch)
+        jax.block_until_ready(self.params)
+        return float(loss)
 
-    return jax.jit(step, donate_argnums=(0, 1))
+
+def _plain_step(sizes: Sizes, microbatches: int, params: Tree, optimizer_state: Tree, batch: Tree) -> tuple[Tree, Tree, Array]:
+    def add(total: Tree, microbatch: Tree) -> tuple[Tree, Array]:
+        value, gradients = jax.value_and_grad(partial(_plain_loss, sizes))(params, *microbatch)
+        return jax.tree.map(jnp.add, total, gradients), value
+
+    total, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)
+    gradients = jax.tree.map(lambda leaf: leaf / microbatches, total)
+    updates, optimizer_state = optimizer().update(gradients, optimizer_state, params)
+    return optax.apply_updates(params, updates), optimizer_state, losses.mean()
+
+
+def _plain_loss(sizes: Sizes, params: Tree, tokens: Array, labels: Array) -> Array:
+    x = embed(sizes, params["embedding"], tokens)
+    for layer in params["blocks"]:
+        x = block(sizes, layer, x)
+    return mean_loss(head(sizes, params["head"], x), labels)
 
 
 def stack(sizes: Sizes) -> jpipe.LayerStack:

@@ -25,7 +25,7 @@ def now() -> float:
     return time.monotonic()
 
 
-def step_by_step(step: Callable[[], None]) -> Callable[[int], dict[str, Any]]:
+def step_by_step(step: Callable[[], object]) -> Callable[[int], dict[str, Any]]:
     """What `serve` takes, for a step that returns when it is over.
 
     Args:

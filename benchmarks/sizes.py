@@ -1,6 +1,7 @@
 """How large the GPT of the benchmarks is, and what follows from that; without JAX, so that the PyTorch program reads it too."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Sizes:
         rows: sequences of a microbatch.
         vocabulary: number of tokens.
         compute_dtype: in which matrices are multiplied; parameters, norms and the loss are float32 always.
+        attention: which implementation `jax.nn.dot_product_attention` takes.
     """
 
     layers: int
@@ -24,6 +26,7 @@ class Sizes:
     rows: int
     vocabulary: int = 256
     compute_dtype: str = "float32"
+    attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def parameters(self) -> int:

@@ -32,17 +32,16 @@ def main() -> None:
     params = {name: jax.tree.map(lambda leaf, name=name: _spread(leaf, mesh, specs[name]), part) for name, part in params.items()}
     batch = jax.tree.map(lambda leaf: _spread(leaf.reshape(microbatches, -1, *leaf.shape[1:]), mesh, WHOLE), gpt.data(PEERS, microbatches))
     step = _step(jax.shard_map(_loss, mesh=mesh, in_specs=(specs, WHOLE, WHOLE), out_specs=WHOLE))
-    held = [params, jax.jit(gpt.optimizer().init)(params)]
-    *held, loss = step(*held, batch)
-    first_loss = float(loss)
+    optimizer_state = jax.jit(gpt.optimizer().init)(params)
 
     def one() -> None:
-        nonlocal held
-        *held, _ = step(*held, batch)
-        jax.block_until_ready(held)
+        nonlocal params, optimizer_state
+        params, optimizer_state, loss = step(params, optimizer_state, batch)
+        jax.block_until_ready((params, loss))
 
-    one()
-    serve(step_by_step(one), parameters=sum(leaf.size for leaf in jax.tree.leaves(params)), first_loss=first_loss)
+    for _ in range(2):
+        one()
+    serve(step_by_step(one), parameters=sum(leaf.size for leaf in jax.tree.leaves(params)))
 
 
 def _step(loss: Any) -> Any:

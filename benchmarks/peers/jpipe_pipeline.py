@@ -36,7 +36,7 @@ def main() -> None:
     else:
         runner = Runner(pipe, batch)
         runner(3)
-        serve(runner, **facts, first_loss=runner.first_loss)
+        serve(runner, **facts)
 
 
 def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:

@@ -1,0 +1,159 @@
+"""`python -m benchmarks.hosts`: data parallelism and pipelines over two and four hosts, at rates that starve data parallelism.
+
+A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken for
+its compute time C, its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. That share is measured
+again at each rate, as 1 - C / (time of a step), and every plan runs at the same rates.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import jax
+
+from benchmarks.hosts.models import MICROBATCHES, WORKLOADS, kinds
+from benchmarks.hosts.network import Network, NoNetwork
+from benchmarks.machine import describe
+from benchmarks.programs import Program, ProgramFailed, python_module, steps_per_second
+
+EPOCH = 5_000  # samples
+SHARES = (0.5, 0.8, 0.9)
+TIMED_SECONDS = 5.0  # of one measurement, unless two steps take longer
+SPEED_UP, BYTES_LESS = 5.0, 0.85  # the goals at the last share
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+
+
+def main() -> int:
+    """Measure, print a table for each workload and number of hosts, write JSON."""
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
+    jax.config.update("jax_platforms", "cpu")
+    results: dict[str, Any] = {"machine": describe(), "epoch_samples": EPOCH, "runs": []}
+    machine = results["machine"]
+    try:
+        for hosts in options.hosts:
+            with Network(hosts) as network:
+                for name in options.workloads:
+                    print(f"\n{name}, {hosts} hosts on {machine['cores']} cores ({machine['device']}), jax {machine['jax']}")
+                    if hosts > machine["cores"]:
+                        print("More hosts than cores: they take turns, and waiting for a core counts as waiting too.")
+                    rows = _measure(network, name)
+                    _print(rows)
+                    results["runs"].append({"workload": name, "hosts": hosts, "rows": rows})
+                    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    except NoNetwork as missing:
+        print(f"bench-hosts: {missing}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the hosts are removed", file=sys.stderr)
+        return 130
+    print(f"written to {options.json}")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], choices=(2, 4), help="default: 2 4")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), help="default: all")
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/hosts.json"), help="default: %(default)s")
+    return parser.parse_args()
+
+
+def _measure(network: Network, name: str) -> list[dict[str, Any]]:
+    """A row for each plan and rate."""
+    rows: list[dict[str, Any]] = []
+    rates: list[float | None] = []
+    for kind in kinds(WORKLOADS[name], len(network.hosts)):
+        print(f"… {kind}", file=sys.stderr, flush=True)
+        try:
+            network.limit(None)
+            with _start(network, name, kind) as program:
+                program.facts()
+                if not rates:
+                    rows.append({"plan": kind, "rate": None, **_run(program, name)})
+                    rates += [rate_for(share, rows[0]["step_seconds"], rows[0]["most_sent"]) for share in SHARES]
+                for rate in rates:
+                    network.limit(rate)
+                    rows.append({"plan": kind, "rate": rate, **_run(program, name)})
+        except ProgramFailed as failure:
+            rows.append({"plan": kind, "failed": str(failure)})
+            if not rates:
+                break
+    return rows
+
+
+def _start(network: Network, name: str, kind: str) -> Program:
+    hosts, cores = len(network.hosts), sorted(os.sched_getaffinity(0))
+    arguments = [(name, kind, hosts, host, f"{network.address(0)}:29500") for host in network.hosts]
+    commands = [
+        network.command(host, python_module("benchmarks.hosts.host_program", *arguments[host])) for host in network.hosts
+    ]  # the port is free: nothing else runs in the host
+    return Program(kind, commands, [cores[host % len(cores)] for host in network.hosts], ENVIRONMENT)
+
+
+def _run(program: Program, name: str) -> dict[str, Any]:
+    """One measurement: a short one first, that says how many steps fill the time."""
+    answers = program.run(3)
+    seconds = _step_seconds(answers)
+    if 2 * seconds < TIMED_SECONDS:
+        answers = program.run(1 + math.ceil(TIMED_SECONDS / seconds))
+        seconds = _step_seconds(answers)
+    samples = len(WORKLOADS[name].batch()[1])
+    sent = [answer["sent_bytes"] for answer in answers]
+    return {
+        "step_seconds": seconds,
+        "epoch_seconds": seconds * EPOCH / samples,
+        "bytes_per_sample": sum(sent) / samples,
+        "most_sent": max(sent),
+        "waiting": sum(answer["waiting"] for answer in answers) / len(answers),
+    }
+
+
+def _step_seconds(answers: list[dict[str, Any]]) -> float:
+    return len(answers) / steps_per_second([answer["ends"] for answer in answers])
+
+
+def rate_for(share: float, compute_seconds: float, sent_bytes: float) -> float:
+    """Bits a second at which sending takes that share of a step, if nothing is sent while computing.
+
+    Args:
+        share: of the time of a step, between 0 and 1.
+        compute_seconds: of a step.
+        sent_bytes: of a step, by the host that sends most.
+    """
+    return 8 * sent_bytes * (1 - share) / (share * compute_seconds)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['plan']:<24} not measured: {row['failed']}")
+    measured = [row for row in rows if "failed" not in row]
+    if not measured:
+        return
+    compute = measured[0]["step_seconds"]
+    print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s a step")
+    print(f"{'plan':<24} {'Mbit/s':>8} {'s an epoch':>11} {'speed-up':>9} {'kB a sample':>12} {'less':>7} {'waiting':>8}")
+    for rate in dict.fromkeys(row["rate"] for row in measured):
+        same = [row for row in measured if row["rate"] == rate]
+        base = same[0]  # data parallelism
+        for row in same:
+            speed_up, less = base["step_seconds"] / row["step_seconds"], 1 - row["bytes_per_sample"] / base["bytes_per_sample"]
+            at = "no limit" if rate is None else f"{rate / 1e6:.1f}"
+            note = f"  communicates {1 - compute / row['step_seconds']:.0%} of the time" if row is base and rate is not None else ""
+            if row is not base and rate == measured[-1]["rate"]:
+                met = ("missed", "met")
+                note = f"  at least {SPEED_UP:.0f}: {met[speed_up >= SPEED_UP]}; {BYTES_LESS:.0%} less: {met[less >= BYTES_LESS]}"
+            print(
+                f"{row['plan']:<24} {at:>8} {row['epoch_seconds']:>11.1f} {speed_up:>9.2f} "
+                f"{row['bytes_per_sample'] / 1e3:>12.1f} {less:>7.1%} {row['waiting']:>8.0%}{note}"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Writing and proving programs for 8 to 4,096 workers with measured costs: a deep pipeline, and replicas of a short one."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks import gpt
+from benchmarks.sizes import Sizes
+from jpipe import Pipeline, Plan, StageCost, Tracer, fit_costs, lower, simulate
+
+WORKERS, MICROBATCHES, STAGES, REPEATS = (8, 64, 512, 4096), 16, 8, 3
+SIZES = Sizes(layers=1, width=256, heads=8, sequence=128, rows=4)
+
+
+def measure() -> list[dict[str, Any]]:
+    """Seconds to lower and simulate one batch, and microseconds an instruction, which are to stay the same."""
+    first, middle, last = _stage_costs()
+    rows = []
+    for workers in WORKERS:
+        plan = Plan.even([str(i) for i in range(workers)], workers, "pipedream_flush", MICROBATCHES)
+        rows += _rows(f"{workers} workers in a row", plan, [first, *[middle] * (workers - 2), last])
+    for workers in WORKERS:
+        replicas = workers // STAGES
+        plan = Plan.even([str(i) for i in range(STAGES)], STAGES, "pipedream_2bw", MICROBATCHES * replicas, replicas=replicas)
+        rows += _rows(f"{STAGES} stages of {replicas} replicas", plan, [first, *[middle] * (STAGES - 2), last])
+    return rows
+
+
+def _rows(label: str, plan: Plan, costs: Sequence[StageCost]) -> list[dict[str, Any]]:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        program = lower(plan, 1)
+        simulate(program, costs)
+        times.append(time.perf_counter() - start)
+    seconds, count = statistics.median(times), len(program.instructions)
+    return [
+        {"figure": f"lower + simulate, {label}: s", "measured": seconds},
+        {"figure": f"lower + simulate, {label}: µs an instruction ({count})", "measured": seconds / count * 1e6, "goal": "constant"},
+    ]
+
+
+def _stage_costs() -> tuple[StageCost, ...]:
+    """Embedding, one block of the GPT, and its head, as this machine runs them."""
+    stack, batch = gpt.stack(SIZES), gpt.data(SIZES, MICROBATCHES)
+    plan = Plan.even(stack.ids, 3, "pipedream_flush", MICROBATCHES)
+    pipe = Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())
+    state = pipe.init(jax.random.key(0), batch)
+    with Tracer(plan) as tracer:
+        for _ in range(3):
+            state, _ = pipe.step(state, batch, observe=tracer)
+        trace = tracer.finish()
+    return fit_costs(pipe.costs(batch), trace.timeline)
