@@ -15,7 +15,7 @@ from jpipe._channel import Channel, JaxStore, Limits, Store
 from jpipe._desk import Beat, Message
 from jpipe._errors import InputError
 
-_NUMBERS = 4096  # that wait to be read; where nobody reads them the oldest go
+_NUMBERS = 65536  # that wait to be read; where nobody reads them the oldest go
 _END = "the end"  # where all meet last
 
 
@@ -113,7 +113,7 @@ class Processes:
         self._channel.post({"tell": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
 
     def told(self, name: str, on: int | None = None) -> tuple[float, ...]:
-        """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 4,096 are kept.
+        """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 65,536 are kept.
 
         Args:
             name: under which they are told.
