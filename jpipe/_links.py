@@ -5,23 +5,28 @@ dtypes), so that no process waits in a collective for another's compiler.
 
 JAX sees each leaf as one array replicated over the devices, whose copies happen to differ: that takes any rank, and each process
 gives and gets its own copy as it is.
+
+On CPUs a collective blocks a thread until all peers are there. It must be the thread that calls: if it were one of those that all
+computations share, of which a process with one core has one, two processes could wait for each other for ever. XLA runs a program in the
+calling thread if its input is there and it has next to no arithmetic: hence every input is waited for, and sums are added up by
+a program of their own.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 Tree = Any
+Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
 _AXIS = "process"
-_TOGETHER = 1 << 20  # bytes; a collective costs about 0.1 ms whatever it carries, as much as copying this: smaller leaves share one
-_FEW = 1 << 16  # bytes; below, the number of messages is what a sum costs
+_TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.1 ms and more whatever it carries: leaves share one until copying them costs more
 
 
 class Link:
@@ -37,8 +42,9 @@ class Link:
     """
 
     def __init__(self, source: jax.Device, to: jax.Device) -> None:
-        self._collective = _Collective((source, to), _move)
-        self._sends = self._collective.device == source
+        self._group = _Group((source, to))
+        self._sends = self._group.device == source
+        self._programs: dict[Kind, _Collective] = {}
         # What the receiver puts in to get a message out. Kept: making it would cost as much memory traffic as the message.
         self._placeholders: dict[Kind, list[jax.Array]] = {}
 
@@ -46,19 +52,29 @@ class Link:
         """Make ready for one kind of message. The receiving process keeps an array for each leaf of it.
 
         Args:
-            spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but complex ones and typed random keys.
+            spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
         """
-        self._collective.compile(spec)
-        if not self._sends and _kind(spec) not in self._placeholders:
-            zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=self._collective.device) for leaf in jax.tree.leaves(spec)]
-            self._placeholders[_kind(spec)] = self._collective.shared(zeros)
+        kind = _kind(spec)
+        if kind in self._programs:
+            return
+        leaves = jax.tree.leaves(spec)
+        together = _together(leaves)
+
+        def move(arrays: list[jax.Array]) -> list[jax.Array]:
+            return _unpacked([jax.lax.ppermute(flat, _AXIS, [(0, 1)]) for flat in _packed(arrays, together)], together, arrays)
+
+        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype)) for leaf in leaves]
+        self._programs[kind] = self._group.compile(move, plain)
+        if not self._sends:
+            zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=self._group.device) for leaf in plain]
+            self._placeholders[kind] = self._group.shared(jax.block_until_ready(zeros))
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
 
         Without it the first message does so, and gloo gives up if the peer is not there for that message within 30 s.
         """
-        self._collective.connect()
+        self._group.connect()
 
     def send(self, tree: Tree) -> None:
         """Send a message, in the process of `source`. On CPUs this returns when the receiver has it.
@@ -67,7 +83,7 @@ class Link:
             tree: arrays on `source`, of a kind that was compiled. They are not copied and not consumed.
         """
         assert self._sends, "this process has the receiving end of the link"
-        self._collective(tree)
+        self._programs[_known(tree, self._programs)](self._group.encoded(jax.tree.leaves(tree)))
 
     def receive(self, spec: Tree) -> Tree:
         """Take the next message, in the process of `to`. On CPUs this returns when it is there.
@@ -79,23 +95,26 @@ class Link:
             The message, committed to `to`, bit for bit as it was sent.
         """
         assert not self._sends, "this process has the sending end of the link"
-        kind = self._collective.known(spec)
-        return self._collective.run(kind, self._placeholders[kind])
+        kind = _known(spec, self._programs)
+        return self._group.decoded(kind, self._programs[kind].run(self._placeholders[kind]))
 
 
 class Reduction:
     """The sum over devices of different processes, one each.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
-    adds in this order. Through each process pass 2 (n - 1) / n of the tree, as in a ring. Links may be busy at the same time, in other
-    threads; of two reductions over the same devices the first is over before the second starts.
+    adds in this order. Each process adds up a share of every part and sends 2 (n - 1) / n of the tree, as in a ring. Not `psum`, of which
+    gloo's adds in an order of its own and takes 4 ms for a kilobyte where a process has one core.
+
+    Links may be busy at the same time, in other threads; of two reductions over the same devices one is over before the other starts.
 
     Args:
         devices: in the order in which their parts are added.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._collective = _Collective(devices, lambda leaves: _packed(leaves, partial(_sum, len(devices))))
+        self._group = _Group(devices)
+        self._programs: dict[Kind, tuple[_Collective, jax.stages.Compiled, _Collective]] = {}
 
     def compile(self, spec: Tree) -> None:
         """Make ready for one kind of tree.
@@ -103,11 +122,36 @@ class Reduction:
         Args:
             spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
         """
-        self._collective.compile(spec)
+        if _kind(spec) in self._programs:
+            return
+        n, leaves = self._group.size, jax.tree.leaves(spec)
+        together = _together(leaves)
+        sizes = [sum(leaves[i].size for i in group) for group in together]
+        dtypes = [leaves[group[0]].dtype for group in together]
+
+        def scatter(arrays: list[jax.Array]) -> list[jax.Array]:
+            return [_exchanged(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in _packed(arrays, together)]
+
+        def add(parts: list[jax.Array]) -> list[jax.Array]:
+            numbers = [rows.view(dtype) for rows, dtype in zip(parts, dtypes, strict=True)]
+            return [reduce(jnp.add, list(rows)).view(part.dtype) for rows, part in zip(numbers, parts, strict=True)]
+
+        def gather(shares: list[jax.Array]) -> list[jax.Array]:
+            whole = [_exchanged(jnp.broadcast_to(share, (n, share.size))).ravel() for share in shares]
+            return _unpacked([flat[:size] for flat, size in zip(whole, sizes, strict=True)], together, plain)
+
+        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype)) for leaf in leaves]
+        here = SingleDeviceSharding(self._group.device)
+        parts = [Spec((n, -(-size // n)), self._group.plain(dtype), sharding=here) for size, dtype in zip(sizes, dtypes, strict=True)]
+        self._programs[_kind(spec)] = (
+            self._group.compile(scatter, plain),
+            jax.jit(add).lower(parts).compile(),
+            self._group.compile(gather, [Spec(part.shape[1:], part.dtype) for part in parts]),
+        )
 
     def connect(self) -> None:
         """Open the connections, as `Link.connect` does."""
-        self._collective.connect()
+        self._group.connect()
 
     def __call__(self, tree: Tree) -> Tree:
         """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
@@ -118,57 +162,72 @@ class Reduction:
         Returns:
             The sum, committed to the same device.
         """
-        return self._collective(tree)
+        kind = _known(tree, self._programs)
+        scatter, add, gather = self._programs[kind]
+        return self._group.decoded(kind, gather(add(scatter(self._group.encoded(jax.tree.leaves(tree))))))
+
+
+class _Group:
+    """One device in each of several processes, this one among them."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        self.size = len({device.process_index for device in devices})
+        assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
+        assert own, f"none of the devices is in this process: {devices}"
+        self.device = own[0]
+        self._mesh = Mesh(np.array(devices), (_AXIS,))
+        self._sharding = NamedSharding(self._mesh, PartitionSpec())
+        self.blocks = self.device.platform == "cpu"
+
+    def compile(self, function: Callable[[list[jax.Array]], list[jax.Array]], spec: Sequence[jax.Array | Spec]) -> "_Collective":
+        mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        program = jax.jit(mapped).lower([Spec(leaf.shape, leaf.dtype, sharding=self._sharding) for leaf in spec]).compile()
+        flops = (program.cost_analysis() or {}).get("flops", 0)
+        assert flops < 1000, f"{flops} operations: XLA would not run this collective in the calling thread"
+        return _Collective(self, program)
+
+    def plain(self, dtype: Any) -> Any:
+        """What a dtype travels as: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
+        return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
+
+    def encoded(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The arrays as what they travel as, in the same memory."""
+        return [self._viewed(array, self.plain(array.dtype)) for array in arrays]
+
+    def decoded(self, kind: Kind, arrays: list[jax.Array]) -> Tree:
+        """The tree that travelled."""
+        return jax.tree.unflatten(kind[0], [self._viewed(array, dtype) for array, (_, dtype) in zip(arrays, kind[1], strict=True)])
+
+    def _viewed(self, array: jax.Array, dtype: Any) -> jax.Array:
+        return array if array.dtype == dtype else jax.device_put(np.asarray(array).view(dtype), self.device)
+
+    def shared(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Arrays of all devices, of which this device's copies are these very ones."""
+        return [jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array]) for array in arrays]
+
+    def connect(self) -> None:
+        nothing = [jnp.zeros((), jnp.uint8, device=self.device)]
+        self.compile(lambda arrays: [jax.lax.all_gather(array, _AXIS) for array in arrays], nothing)(nothing)
 
 
 class _Collective:
-    """A function of the leaves of a tree that one device in each of several processes run together."""
+    """A program that all devices of a group run together."""
 
-    def __init__(self, devices: Sequence[jax.Device], function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        own = [device for device in devices if device.process_index == jax.process_index()]
-        processes = {device.process_index for device in devices}
-        assert len(processes) == len(devices) > 1, f"not one device in each of several processes: {devices}"
-        assert own, f"none of the devices is in this process: {devices}"
-        self.device = own[0]
-        self._function = function
-        self._mesh = Mesh(np.array(devices), (_AXIS,))
-        self._sharding = NamedSharding(self._mesh, PartitionSpec())
-        self._programs: dict[Kind, jax.stages.Compiled] = {}
+    def __init__(self, group: _Group, program: jax.stages.Compiled) -> None:
+        self._group, self._program = group, program
 
-    def compile(self, spec: Tree) -> None:
-        if _kind(spec) not in self._programs:
-            mapped = jax.shard_map(self._function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-            leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding) for leaf in jax.tree.leaves(spec)]
-            self._programs[_kind(spec)] = jax.jit(mapped).lower(leaves).compile()
+    def __call__(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        if self._group.blocks:
+            jax.block_until_ready(arrays)
+        return self.run(self._group.shared(arrays))
 
-    def connect(self) -> None:
-        nothing = jnp.zeros((), jnp.uint8, device=self.device)
-        self.compile(nothing)
-        self(nothing)
-
-    def known(self, tree: Tree) -> Kind:
-        """The kind of a tree, which must have been compiled."""
-        kind = _kind(tree)
-        assert kind in self._programs, f"not compiled for {_told(kind)}, but for {'; '.join(map(_told, self._programs)) or 'nothing'}"
-        return kind
-
-    def shared(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Arrays of all devices, of which this device's copies are these very ones."""
-        return [jax.make_array_from_single_device_arrays(leaf.shape, self._sharding, [leaf]) for leaf in leaves]
-
-    def __call__(self, tree: Tree) -> Tree:
-        kind = self.known(tree)
-        if self.device.platform == "cpu":
-            # Dispatched before its input is there, a collective would block one of the threads that all computations share.
-            jax.block_until_ready(tree)
-        return self.run(kind, self.shared(jax.tree.leaves(tree)))
-
-    def run(self, kind: Kind, leaves: list[jax.Array]) -> Tree:
-        """Run the program on arrays of all devices; this device's copies of the result."""
-        results = self._programs[kind](leaves)
-        if self.device.platform == "cpu":
+    def run(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Run it on arrays of all devices; this device's copies of the result."""
+        results = self._program(arrays)
+        if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
-        return jax.tree.unflatten(kind[0], [result.addressable_data(0) for result in results])
+        return [result.addressable_data(0) for result in results]
 
 
 def _kind(tree: Tree) -> Kind:
@@ -176,57 +235,49 @@ def _kind(tree: Tree) -> Kind:
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
+def _known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
+    """The kind of a tree, which must have been compiled."""
+    kind = _kind(tree)
+    assert kind in programs, f"not compiled for {_told(kind)}, but for {'; '.join(map(_told, programs)) or 'nothing'}"
+    return kind
+
+
 def _told(kind: Kind) -> str:
     leaves = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kind[1]]
     return str(jax.tree.unflatten(kind[0], leaves))
 
 
-def _move(leaves: list[jax.Array]) -> list[jax.Array]:
-    """From the first device to the second, as unsigned integers: dtypes of one width go together, and the bits of a NaN stay."""
-    bits = [leaf.view(f"uint{8 * leaf.dtype.itemsize}") for leaf in leaves]
-    moved = _packed(bits, partial(jax.lax.ppermute, axis_name=_AXIS, perm=[(0, 1)]))
-    return [arrived.view(leaf.dtype) for arrived, leaf in zip(moved, leaves, strict=True)]
-
-
-def _packed(leaves: list[jax.Array], collective: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a collective of flat arrays to all leaves, in as few calls as pay."""
-    results = list(leaves)
-    for group in _groups(leaves):
-        flat = jnp.concatenate([leaves[i].ravel() for i in group])
-        ends = np.cumsum([leaves[i].size for i in group])
-        for i, piece in zip(group, jnp.split(collective(flat), ends[:-1]), strict=True):
-            results[i] = piece.reshape(leaves[i].shape)
-    return results
-
-
-def _groups(leaves: list[jax.Array]) -> list[list[int]]:
-    """Positions of the leaves that share a collective: of one dtype, neighbours among those, and few bytes. Empty leaves need none."""
-    groups: dict[Any, list[list[int]]] = {}
-    room: dict[Any, int] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.size == 0:
-            continue
-        if room.get(leaf.dtype, -1) < leaf.nbytes:
-            groups.setdefault(leaf.dtype, []).append([])
-            room[leaf.dtype] = _TOGETHER
-        groups[leaf.dtype][-1].append(i)
-        room[leaf.dtype] -= leaf.nbytes
-    return [group for of_dtype in groups.values() for group in of_dtype]
-
-
-def _sum(n: int, part: jax.Array) -> jax.Array:
-    """The sum of n flat parts. Not `psum`: gloo's adds in an order of its own and keeps two threads of a core in each other's way."""
-    if n == 2 or part.nbytes <= _FEW:  # all to everyone: half the messages, and for two not a byte more
-        return _in_order(_exchange(jnp.broadcast_to(part, (n, part.size))))
-    shares = jnp.pad(part, (0, -part.size % n)).reshape(n, -1)
-    share = _in_order(_exchange(shares))
-    return _exchange(jnp.broadcast_to(share, shares.shape)).ravel()[: part.size]
-
-
-def _exchange(rows: jax.Array) -> jax.Array:
+def _exchanged(rows: jax.Array) -> jax.Array:
     """Row i goes to device i; back come the rows that the devices have for this one, in their order."""
     return jax.lax.all_to_all(rows, _AXIS, split_axis=0, concat_axis=0)
 
 
-def _in_order(rows: jax.Array) -> jax.Array:
-    return reduce(jnp.add, [rows[i] for i in range(rows.shape[0])])
+def _packed(arrays: Sequence[jax.Array], together: list[list[int]]) -> list[jax.Array]:
+    """Flat arrays, each of those that go together."""
+    return [jnp.concatenate([arrays[i].ravel() for i in group]) for group in together]
+
+
+def _unpacked(flats: list[jax.Array], together: list[list[int]], leaves: Sequence[jax.Array | Spec]) -> list[jax.Array]:
+    """The arrays that were packed, shaped like the leaves."""
+    arrays = {}
+    for flat, group in zip(flats, together, strict=True):
+        ends = np.cumsum([leaves[i].size for i in group])
+        for i, piece in zip(group, jnp.split(flat, ends[:-1]), strict=True):
+            arrays[i] = piece.reshape(leaves[i].shape)
+    return [arrays[i] if i in arrays else jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
+
+
+def _together(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
+    """Positions of the leaves that share a collective: of one dtype, in order, and not too large. Empty leaves are in none."""
+    groups: dict[Any, list[list[int]]] = {}
+    room: dict[Any, int] = {}
+    for i, leaf in enumerate(leaves):
+        size = leaf.size * leaf.dtype.itemsize
+        if size == 0:
+            continue
+        if room.get(leaf.dtype, 0) < size:
+            groups.setdefault(leaf.dtype, []).append([])
+            room[leaf.dtype] = _TOGETHER
+        groups[leaf.dtype][-1].append(i)
+        room[leaf.dtype] -= size
+    return [group for of_dtype in groups.values() for group in of_dtype]
