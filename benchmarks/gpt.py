@@ -87,7 +87,7 @@ def _norm(p: Tree, x: Array) -> Array:
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
     scaled = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return (scaled * p["scale"] + p["bias"]).astype(x.dtype)
+    return (scaled * _over_last(p["scale"], x) + _over_last(p["bias"], x)).astype(x.dtype)
 
 
 def _init_linear(key: Array, inputs: int, outputs: int) -> Tree:
@@ -95,7 +95,11 @@ def _init_linear(key: Array, inputs: int, outputs: int) -> Tree:
 
 
 def _linear(p: Tree, x: Array) -> Array:
-    return x @ p["kernel"].astype(x.dtype) + p["bias"].astype(x.dtype)
+    return x @ p["kernel"].astype(x.dtype) + _over_last(p["bias"].astype(x.dtype), x)
+
+
+def _over_last(vector: Array, x: Array) -> Array:
+    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 # As a plain program, and as layers ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 READY_SECONDS, RUN_SECONDS = 240.0, 300.0
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ")  # as a traceback of Python ends
 
 
 class ProgramFailed(Exception):
@@ -91,7 +93,7 @@ class Program:
         return answer
 
     def _last_words(self) -> str:
-        """The last line on standard error of the process that ended first: the others may only have lost their peer."""
+        """The error of the process that ended first: the others may only have lost their peer."""
         ended = [process for process in self._processes if process.exit_code() is not None]
         words = [line for process in sorted(ended, key=lambda process: process.ended) if (line := process.last_words())]
         return f": {words[0]}" if words else ""
@@ -102,15 +104,16 @@ class _Process:
         self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.ended = math.inf
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill
+        self._process: Any  # its pipes are there; the type of Popen says that they may not be
         # A session of its own: its children, if it has any, are killed with it, and Ctrl-C reaches only the one who cleans up.
         self._process = subprocess.Popen(  # noqa: S603 - our own programs
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, text=True, start_new_session=True
         )
         os.sched_setaffinity(self._process.pid, {core})  # before it has started any thread: they inherit it
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended: the reader says so
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -119,6 +122,10 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
+        with contextlib.suppress(BrokenPipeError):  # what it was told and did not read
+            self._process.stdin.close()
+        self._process.stdout.close()
         self._errors.close()
 
     def exit_code(self) -> int | None:
@@ -130,10 +137,10 @@ class _Process:
     def last_words(self) -> str:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:400] if lines else ""
+        errors = [line for line in lines if _ERROR.match(line)]  # what C++ says while Python goes down stands after it
+        return (errors or lines or [""])[-1][:400]
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):  # gloo writes to standard output as well
                 self.answers.put(json.loads(line))

@@ -44,4 +44,4 @@ class Sizes:
 
 PEERS = Sizes(layers=8, width=256, heads=8, sequence=128, rows=4)
 GPU = Sizes(layers=24, width=1024, heads=16, sequence=1024, rows=8, vocabulary=24_064, compute_dtype="bfloat16")  # 352M parameters
-TINY = Sizes(layers=4, width=16, heads=2, sequence=8, rows=2)
+TINY = Sizes(layers=2, width=16, heads=2, sequence=8, rows=2)

@@ -1,8 +1,9 @@
 """`python -m benchmarks.hosts`: data parallelism and pipelines over two and four hosts, at rates that starve data parallelism.
 
 A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken for
-its compute time C, its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. That share is measured
-again at each rate, as 1 - C / (time of a step), and every plan runs at the same rates.
+its compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate
+tells how much longer its bytes take than they have to; the rates are corrected by that. The share is measured again at each rate, as
+1 - C / (time of a step), and every plan runs at the same rates.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def _measure(network: Network, name: str) -> list[dict[str, Any]]:
                 program.facts()
                 if not rates:
                     rows.append({"plan": kind, "rate": None, **_run(program, name)})
-                    rates += [rate_for(share, rows[0]["step_seconds"], rows[0]["most_sent"]) for share in SHARES]
+                    rates += _rates(network, program, name, rows[0])
                 for rate in rates:
                     network.limit(rate)
                     rows.append({"plan": kind, "rate": rate, **_run(program, name)})
@@ -85,6 +86,15 @@ def _measure(network: Network, name: str) -> list[dict[str, Any]]:
             if not rates:
                 break
     return rows
+
+
+def _rates(network: Network, program: Program, name: str, free: dict[str, Any]) -> list[float]:
+    """At which data parallelism communicates for `SHARES` of its time, from what it does without a limit and in one try with one."""
+    compute, share = free["step_seconds"], SHARES[len(SHARES) // 2]
+    network.limit(rate_for(share, compute, free["most_sent"]))
+    communicates = _run(program, name)["step_seconds"] - compute
+    slower = communicates / (compute * share / (1 - share))
+    return [slower * rate_for(share, compute, free["most_sent"]) for share in SHARES]
 
 
 def _start(network: Network, name: str, kind: str) -> Program:

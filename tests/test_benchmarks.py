@@ -1,0 +1,204 @@
+"""What the benchmarks compute from their measurements, and that they compare one and the same model."""
+
+import os
+import re
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from benchmarks import gpt, gpu
+from benchmarks.hosts import __main__ as hosts
+from benchmarks.hosts import network
+from benchmarks.hosts.models import WORKLOADS, kinds, make_plan
+from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
+from benchmarks.programs import Program, ProgramFailed, steps_per_second
+from benchmarks.sizes import GPU, PEERS, TINY
+
+CORE = min(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Optax, and JAX's own attention in bfloat16, promote by themselves."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def program(body, processes=1):
+    """A program of the benchmarks whose processes run `body`."""
+    command = [sys.executable, "-c", "from benchmarks.serve import *\nimport sys\n" + textwrap.dedent(body)]
+    return Program("tried", [command] * processes, [CORE] * processes)
+
+
+# Rates --------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_counts_from_its_first_end():
+    assert steps_per_second([[100.0, 100.5, 101.0, 102.0]]) == 3 / 2
+
+
+def test_jobs_add_up_while_all_of_them_run():
+    fast = [float(t) for t in np.arange(0, 20, 0.5)]  # two a second, long before and after the other
+    slow = [4.0, 5.0, 6.0, 8.0]  # three in four seconds
+    assert steps_per_second([fast, slow]) == pytest.approx(2 + 3 / 4)
+    assert steps_per_second([[0.0, 2.0], [1.0, 3.0]]) == pytest.approx(1 / 2 + 1 / 2)  # parts of steps
+
+
+def test_jobs_one_after_the_other_are_refused():
+    with pytest.raises(ValueError, match="did not run at the same time"):
+        steps_per_second([[0.0, 1.0], [1.0, 2.0]])
+
+
+# Programs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_processes_run_together_and_are_gone_at_the_end():
+    body = """
+        import os
+        print("gloo says hello")  # no line of ours
+        serve(lambda steps: {"ends": [0.0] * steps, "cores": sorted(os.sched_getaffinity(0))}, process=os.getpid())
+    """
+    with program(body, processes=2) as running:
+        processes = [fact["process"] for fact in running.facts(60)]
+        assert [len(answer["ends"]) for answer in running.run(3, 60)] == [3, 3]
+        assert [answer["cores"] for answer in running.run(2, 60)] == [[CORE], [CORE]]
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_a_program_that_fails_says_why():
+    body = """
+        print("{}", flush=True)
+        sys.stdin.readline()
+        import atexit
+        atexit.register(lambda: print("FATAL: noise of the end", file=sys.stderr))
+        raise ValueError("no room")
+    """
+    with program(body) as running:
+        running.facts(60)
+        with pytest.raises(ProgramFailed, match=r"tried: a process ended with exit code 1: ValueError: no room"):
+            running.run(2, 60)
+
+
+def test_a_program_that_hangs_is_given_up():
+    with program("import time; time.sleep(600)") as running, pytest.raises(ProgramFailed, match="no answer within 0 s"):
+        running.facts(0.2)
+
+
+# The model ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [PEERS, GPU, TINY])
+def test_all_programs_train_as_many_parameters(sizes):
+    params = jax.eval_shape(lambda key: gpt.init(sizes, key), jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == sizes.parameters
+    assert gpt.count_parameters(gpt.stack(sizes), gpt.data(sizes, 1)[0]) == sizes.parameters
+
+
+def test_the_layers_compute_what_the_plain_step_does():
+    batch, stack = gpt.data(TINY, 1), gpt.stack(TINY)
+    plain = gpt.PlainStep(TINY, 1, batch)
+    blocks = {f"block_{i}": params for i, params in enumerate(plain.params["blocks"])}
+    params = {"embed": plain.params["embedding"], **blocks, "head": plain.params["head"]}
+    empty = {layer_id: {} for layer_id in stack.ids}
+
+    @jax.jit
+    def loss(params):
+        logits, _ = stack.apply(stack.ids, params, empty, batch[0], key=None, microbatch=None, train=True)
+        return gpt.summed_loss(logits, batch[1])
+
+    total, weight = loss(params)
+    assert float(total / weight) == pytest.approx(plain(), rel=1e-6)
+
+
+def test_the_flops_of_a_sequence():
+    assert TINY.sequence_flops == 8 * (6 * (12 * 2 * 16**2 + 16 * 256) + 12 * 2 * 8 * 16)
+
+
+# Goals --------------------------------------------------------------------------------------------------------------------
+
+
+def test_goals_are_those_of_the_schedules():
+    goal = {entry.name: entry.goal(2) for entry in ENTRIES}
+    assert goal["jpipe gpipe"] == goal["jpipe pipedream_flush"] == pytest.approx(0.95 * 2 / 3)
+    assert goal["jpipe pipedream"] == goal["jpipe pipedream_2bw"] == goal["jpipe DP"] == 0.97
+    assert goal["jpipe naive"] is None
+    assert {entry.kind for entry in ENTRIES if entry.module == "jpipe_pipeline"} == {*jpipe.SCHEDULES, "dp"}
+
+
+def test_goals_that_cannot_be_told_are_left_out():
+    shares = {"jpipe pipedream_2bw": 0.96, "torch 1F1B": 0.5, "torch GPipe": 0.6}
+    found = {text: (least, ratio) for text, least, ratio in goals(2, shares)}
+    assert found == {
+        "jpipe pipedream_2bw ÷ ceiling": (0.97, 0.96),
+        "jpipe pipedream_2bw ÷ torch 1F1B": (1.0, pytest.approx(1.92)),
+        "jpipe pipedream_2bw ÷ torch's best pipeline": (1.6, pytest.approx(1.6)),
+    }
+    assert goals(8, {"jpipe DP": 1.0}) == [("jpipe DP ÷ ceiling", 0.97, 1.0)]
+
+
+def test_programs_of_one_run_share_a_port_and_the_jobs_of_the_ceiling_nothing():
+    (first, second), python = next(e for e in ENTRIES if e.name == "torch GPipe").commands(8, "python"), "python"
+    assert first[:5] == [python, "-m", "benchmarks.peers.torch_program", "gpipe", "8"]
+    assert (first[5:7], second[5:7]) == (["0", "2"], ["1", "2"])
+    assert first[7] == second[7]
+    assert CEILING_ENTRY.commands(2, python) == [[python, "-m", "benchmarks.peers.jax_plain", "2"]] * 2
+
+
+# Hosts --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.9])
+def test_at_its_rate_data_parallelism_communicates_for_that_share(share):
+    seconds = 8 * 25e6 / hosts.rate_for(share, 0.3, 25e6)
+    assert seconds / (seconds + 0.3) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_plans_have_a_worker_on_each_host(name, count):
+    stack, (inputs, _) = WORKLOADS[name].stack(), WORKLOADS[name].batch()
+    assert 6e6 < gpt.count_parameters(stack, inputs[:1]) < 9e6
+    for kind in kinds(WORKLOADS[name], count):
+        plan = make_plan(WORKLOADS[name], kind, count)
+        plan.check_layers(stack.ids)
+        assert sum(stage.replicas for stage in plan.stages) == count
+
+
+def test_without_root_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(sys, "argv", ["benchmarks.hosts"])
+    monkeypatch.setattr(hosts.signal, "signal", lambda *_: None)
+    assert hosts.main() == 2
+    assert "expected root, who may make network namespaces, found user 1000; run it with sudo" in capsys.readouterr().err
+
+
+def test_without_iproute2_it_says_so(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else "/sbin/ip")
+    with pytest.raises(network.NoNetwork, match="found no tc; install iproute2"):
+        network.Network(2)
+
+
+# One GPU ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_program_runs_on_anything_when_tiny(capsys):
+    start = time.monotonic()
+    assert gpu.main(["--tiny", "--stages", "2", "--microbatches", "2", "--rounds", "1", "--steps", "3", "--peak", "1e12"]) == 0
+    seconds, output = time.monotonic() - start, capsys.readouterr().out
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) sequences/s", output)]
+    assert len(rates) == 2
+    assert all(2 * 2 / seconds < rate for rate in rates)  # no step took longer than everything
+    assert re.search(r"2 stages ÷ one step: \d\.\d{3} \(goal at least 0.97", output)
+
+
+def test_the_gpu_program_wants_a_gpu(capsys):
+    assert gpu.main([]) == 2
+    assert "expected a GPU" in capsys.readouterr().err
