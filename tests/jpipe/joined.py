@@ -59,11 +59,11 @@ def well():
     if INDEX == 1:
         processes.tell("loss 0", struct.unpack("<6d", NUMBERS))
         processes.tell("none", [])
-        for number in range(150):
-            processes.tell(f"unread {number}", [number])
-    read = struct.pack("<6d", *processes.told("loss 0")) if INDEX != 2 else NUMBERS
+    read = struct.pack("<6d", *processes.told("loss 0")) + struct.pack("<0d", *processes.told("none", on=1))
     processes.barrier("middle")
     processes.barrier("middle")
+    for number in range(150 if INDEX == 1 else 0):
+        processes.tell(f"unread {number}", [number])
     kept = processes.told("unread 149", on=1) == (149.0,) and len(processes._told)
     processes.check()
     processes.close()
@@ -110,6 +110,18 @@ def wait():
 
 def hang():
     told_and_closed(join(silence=60, wait=2, grace=1), stuck, 2)
+
+
+def failing():
+    """What process 1 waits for fails, as a collective may when a process of it dies."""
+    processes = join(grace=20)
+
+    def run(_):
+        with processes.waiting("the sum", on=2):
+            sys.stdin.readline()
+            raise RuntimeError("connection closed by peer")
+
+    told_and_closed(processes, run)
 
 
 def slow_to_end():

@@ -68,7 +68,7 @@ def test_processes_that_are_well(tmp_path):
                     "device kind differs between processes 0 and 1, 2: 'cpu' against 'gpu'; start all processes with the same device kind",
                 ],
                 "exact": True,  # the bits of 1, -0, the smallest number, both infinities, and a NaN with a payload
-                "kept": 99,  # of 150 that nobody reads, where 100 may be kept, and one has been read
+                "kept": 99,  # of 150 unread ones 100 are kept, and one of those has been read
                 "threads": 1,
                 "waits": 0,
             }
@@ -122,6 +122,14 @@ def test_a_process_that_dies_or_is_stopped_ends_all(tmp_path, victim, by, how):
                 assert ending(processes[index]) == (3, message, "")
             else:
                 assert ending(processes[index]) == (1, "", f"jpipe: {message}")
+
+
+def test_a_wait_that_fails_because_a_process_died_tells_of_the_death(tmp_path):
+    with started("failing", tmp_path) as processes:
+        ready(processes)
+        go_on(processes[1])
+        processes[2].kill()
+        assert ending(processes[1]) == (3, f"{ENDED.format(2)}; process 1 stops while waiting for the sum of process 2\n", "")
 
 
 def test_a_process_that_has_told_and_does_not_end_is_ended_without_another_word(tmp_path):
@@ -193,6 +201,8 @@ def test_a_run_of_one_process_needs_no_other():
     processes.barrier("start")
     processes.tell("loss", [0.5, math.inf])
     assert processes.told("loss") == (0.5, math.inf)
+    with pytest.raises(ZeroDivisionError), processes.waiting("what fails by itself"):
+        1 / 0  # noqa: B018
     processes.close()
     assert processes._channel._thread is None
 
