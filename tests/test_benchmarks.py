@@ -35,6 +35,13 @@ def program(body, processes=1):
     return Program("tried", [command] * processes, [CORE] * processes)
 
 
+@pytest.fixture
+def quickly_compiled():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 # Rates --------------------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +108,7 @@ def test_all_programs_train_as_many_parameters(sizes):
     assert gpt.count_parameters(gpt.stack(sizes), gpt.data(sizes, 1)[0]) == sizes.parameters
 
 
-def test_the_layers_compute_what_the_plain_step_does():
+def test_the_layers_compute_what_the_plain_step_does(quickly_compiled):
     batch, stack = gpt.data(TINY, 1), gpt.stack(TINY)
     plain = gpt.PlainStep(TINY, 1, batch)
     blocks = {f"block_{i}": params for i, params in enumerate(plain.params["blocks"])}
@@ -189,7 +196,7 @@ def test_without_iproute2_it_says_so(monkeypatch):
 # One GPU ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_gpu_program_runs_on_anything_when_tiny(capsys):
+def test_the_gpu_program_runs_on_anything_when_tiny(quickly_compiled, capsys):
     start = time.monotonic()
     assert gpu.main(["--tiny", "--stages", "2", "--microbatches", "2", "--rounds", "1", "--steps", "3", "--peak", "1e12"]) == 0
     seconds, output = time.monotonic() - start, capsys.readouterr().out
