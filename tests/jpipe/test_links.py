@@ -182,7 +182,9 @@ def a_send_of_what_is_still_computed_delays_nothing(world):
     source = world.first[1]  # the one device of its process: all its computations share one thread
     first, second = link_of(world, source, world.first[0], spec), link_of(world, source, world.second, spec)
     if world.here == 1:
-        unready = slow(jax.device_put(np.float32(1), source))
+        unready = jax.device_put(np.float32(1), source)
+        for _ in range(20):
+            unready = slow(unready)
         sending = threading.Thread(target=lambda: first.send(unready), daemon=True)
         sending.start()
         for k in range(20):

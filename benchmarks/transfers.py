@@ -1,0 +1,126 @@
+"""`python -m benchmarks.transfers`: what it costs to move arrays between two processes, each pinned to a core, and to add them up."""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.machine import describe
+from jpipe._links import Link, Reduction, _Group
+
+SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
+LEAVES, LEAF = 50, 131072
+LIMIT = 240  # seconds
+
+
+def measure() -> list[dict[str, Any]]:
+    """The figures, measured by two processes that this one starts and ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for process in ("0", "1"):
+            command = [sys.executable, "-m", "benchmarks.transfers", process, port]
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))  # noqa: S603 - this very module
+        output, _ = processes[0].communicate(timeout=LIMIT)
+        processes[1].wait(timeout=LIMIT)
+    finally:
+        for started in processes:
+            started.kill()
+            started.wait()
+    return json.loads(output.splitlines()[-1])
+
+
+def _process(process: int, port: str) -> None:
+    """One of the two: process 0 prints the figures as a line of JSON, after whatever else was printed."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[process % len(cores)]})
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+    rows = _dispatch() + [row for name, (size, count) in SIZES.items() for row in _transfers(name, size, count)] + _reductions()
+    if process == 0:
+        print(json.dumps(rows), flush=True)
+
+
+def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
+    """There and back again: half of it is one transfer; a process spends in it what both ends of one transfer cost."""
+    here, there = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
+    links = (Link(here, there), Link(there, here)) if jax.process_index() == 0 else (Link(there, here), Link(here, there))
+    spec = jax.ShapeDtypeStruct((size,), jnp.float32)
+    for link in links:
+        link.compile(spec)
+    x = jnp.zeros(size, jnp.float32, device=here)
+
+    def there_and_back() -> None:
+        if jax.process_index() == 0:
+            links[0].send(x)
+            links[1].receive(spec)
+        else:
+            links[0].receive(spec)
+            links[1].send(x)
+
+    seconds, processor = _timed(there_and_back, count)
+    return [
+        {"figure": f"{name}: µs a transfer", "measured": seconds / 2 * 1e6},
+        {"figure": f"{name}: MB/s", "measured": size * 4 / (seconds / 2) / 1e6},
+        {"figure": f"{name}: µs of processor time, both ends", "measured": processor * 1e6},
+    ]
+
+
+def _dispatch() -> list[dict[str, Any]]:
+    """All that Python and JAX do for a transfer, around a program that moves nothing: the rest is gloo and the network."""
+    x = jnp.zeros((), jnp.float32, device=jax.local_devices()[0])
+    still = _Group(jax.devices()).compile(lambda arrays: arrays, [x])
+    seconds, _ = _timed(lambda: still([x]), 2000)
+    return [{"figure": "µs of a transfer in Python and JAX, at each end", "measured": seconds * 1e6}]
+
+
+def _reductions() -> list[dict[str, Any]]:
+    here = jax.local_devices()[0]
+    rows = []
+    for name, leaves, size, count in (("a scalar", 1, 1, 500), (f"{LEAVES} leaves, {LEAVES * LEAF * 4 / 1e6:.0f} MB", LEAVES, LEAF, 20)):
+        tree = [jnp.ones(size, jnp.float32, device=here) for _ in range(leaves)]
+        reduction = Reduction(jax.devices())
+        reduction.compile(tree)
+        seconds, processor = _timed(lambda: reduction(tree), count)  # noqa: B023 - called at once
+        rows.append({"figure": f"sum of {name}: ms", "measured": seconds * 1e3})
+        rows.append({"figure": f"sum of {name}: ms of processor time, each process", "measured": processor * 1e3})
+    return rows
+
+
+def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """The median time of a call and the mean of the processor time it takes in this process."""
+    for _ in range(5):
+        call()
+    times, before = [], time.process_time()
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), (time.process_time() - before) / count
+
+
+def main() -> None:
+    """Measure and print."""
+    machine = describe()
+    print(f"{machine['device']}, {machine['cores']} cores, jax {machine['jax']}; two processes, a core each")
+    for row in measure():
+        print(f"{row['figure']:<62} {row['measured']:>12.4g}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        _process(int(sys.argv[1]), sys.argv[2])
+    else:
+        main()
