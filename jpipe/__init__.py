@@ -11,12 +11,15 @@ from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
 from jpipe._lower import batches_until_full, lower
 from jpipe._perfetto import to_perfetto
-from jpipe._pipeline import Evaluation, Metrics, Pipeline
+from jpipe._pipeline import Evaluation, Metrics, Pipeline, join_processes
+from jpipe._placement import placement_grid
 from jpipe._plan import RECOMPUTE, Plan, Stage
+from jpipe._processes import PeerLost, Processes
 from jpipe._program import Program
 from jpipe._runtime import Event
 from jpipe._simulate import Prediction, ProgramError, simulate
 from jpipe._state import State, WorkerState
+from jpipe._told import Told
 from jpipe._trace import Trace, Tracer, fit_costs
 from jpipe._window import Window, cut_window, predict_window
 from jpipe.schedules import SCHEDULES, Schedule
@@ -55,11 +58,16 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "to_ticks",
     "format_grid",
     "parse_grid",
+    "join_processes",
+    "Processes",
+    "PeerLost",
+    "placement_grid",
     "Pipeline",
     "State",
     "WorkerState",
     "Metrics",
     "Evaluation",
+    "Told",
     "Event",
     "Tracer",
     "Trace",

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jpipe._layers import Layer, LayerSpec, LayerStack, key_spec
-from jpipe._program import Backward, Forward, ForwardBackward, Program, SumSquares, Update
-from jpipe._stage import StageFunctions, norm_of
+from jpipe._plan import Plan
+from jpipe._program import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
+from jpipe._stage import StageFunctions, floats_of, norm_of
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -29,7 +30,8 @@ class CompiledStage:
     """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used.
 
     Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
-    is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`.
+    is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`; where replicas sum them, `add`,
+    `finish`, `zero_sums` and, if they average their layer state, `average_state`.
     """
 
     functions: StageFunctions
@@ -43,50 +45,62 @@ class CompiledStage:
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
 
-def compile_stages(stages: list[tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> list[CompiledStage]:
-    """Compile, for each stage, what the programs use and its evaluation. Traces one after the other, compiles side by side."""
-    used: list[set[str]] = [{"evaluate"} for _ in stages]
+def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> dict[int, CompiledStage]:
+    """Compile, for each of these workers, what the programs use and its evaluation; replicas on one device share it.
+
+    Traces one after the other, compiles side by side.
+    """
+    sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
+    used: dict[Any, set[str]] = {key: {"evaluate"} for key in sharing.values()}
+    depths: list[int] = []
     for program in programs:
+        depths = [len(stage.layers) for stage in program.plan.stages]
         for instruction in program.instructions:
-            match instruction:
-                case Forward():
-                    used[instruction.worker].add("forward")
-                case Backward():
-                    used[instruction.worker].add("backward")
-                case ForwardBackward():
-                    used[instruction.worker].add("forward_backward")
-                case SumSquares():
-                    used[instruction.worker] |= {"sum_squares", "norm"} if instruction.worker == 0 else {"sum_squares"}
-                case Update():
-                    used[instruction.worker].add(update_kind(instruction))
-    layers = [len(functions.stage.layers) for functions, _ in stages]
-    lowered = [
-        {name: _lower_call(functions, device, name, layers) for name in sorted(names)}
-        for (functions, device), names in zip(stages, used, strict=True)
-    ]
-    compiled = _compile_side_by_side([call for calls in lowered for call in calls.values()])
-    return [
-        CompiledStage(functions, device, {name: compiled.pop(0) for name in calls})
-        for (functions, device), calls in zip(stages, lowered, strict=True)
-    ]
+            if instruction.worker in workers:
+                used[sharing[instruction.worker]].update(_calls(instruction, program.plan))
+    of_key = {sharing[w]: workers[w] for w in workers}
+    lowered = {key: {name: _lower_call(*of_key[key], name, depths) for name in sorted(names)} for key, names in used.items()}
+    compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
+    stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
+    return {w: stages[key] for w, key in sharing.items()}
+
+
+def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
+    """The computations that an instruction needs."""
+    match instruction:
+        case Forward():
+            return ("forward",)
+        case Backward():
+            return ("backward",)
+        case ForwardBackward():
+            return ("forward_backward",)
+        case AllReduce():
+            return ("add", "finish", "zero_sums", *(["average_state"] if plan.sync_state else []))
+        case SumSquares(worker=0):
+            return "sum_squares", "norm"
+        case SumSquares():
+            return ("sum_squares",)
+        case Update():
+            return (update_kind(instruction),)
+    return ()
 
 
 def compile_initializers(
-    stack: LayerStack, specs: Mapping[str, LayerSpec], device_of: Mapping[str, jax.Device]
-) -> dict[str, jax.stages.Compiled]:
-    """For each layer `key -> (params, state)` on its device; equal layers of a device share one program.
+    stack: LayerStack, specs: Mapping[str, LayerSpec], places: Iterable[tuple[str, jax.Device]]
+) -> dict[tuple[str, jax.Device], jax.stages.Compiled]:
+    """For each (layer id, device) `key -> (params, state)`; equal layers of a device share one program.
 
     A program a layer, not a stage: the bits of the weights do not depend on the cut.
     """
     shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     name_of = {}
-    for layer_id, device in device_of.items():
+    for layer_id, device in dict.fromkeys(places):
         key = _on(device, key_spec())
         lowered = jax.jit(_initializer(stack.layers[layer_id], specs[layer_id].x)).lower(key)
-        name_of[layer_id] = lowered.as_text(), device
-        shared.setdefault(name_of[layer_id], lowered)
+        name_of[layer_id, device] = lowered.as_text(), device
+        shared.setdefault(name_of[layer_id, device], lowered)
     compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
-    return {layer_id: compiled[name] for layer_id, name in name_of.items()}
+    return {place: compiled[name] for place, name in name_of.items()}
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
@@ -102,18 +116,21 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
     f, specs = functions, functions.specs
     sums = jax.eval_shape(f.zero_sums, specs.params)
     optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
-    weight = jax.ShapeDtypeStruct((), f.loss_dtype)
-    unweighted = {name: part for name, part in sums.items() if name != "weight"}
-    norm = None if f.clip_global_norm is None else weight
+    number = jax.ShapeDtypeStruct((), f.loss_dtype)
+    norm = None if f.clip_global_norm is None else number
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
         "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
         "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
-        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, unweighted, weight, norm)),
-        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, unweighted, weight, norm)),
-        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, unweighted, weight, norm)),
-        "sum_squares": lambda: (f.sum_squares, (), (sums["gradients"], weight)),
-        "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), weight.dtype) for n in layers),)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, sums, norm)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, sums, norm)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums, norm)),
+        "sum_squares": lambda: (f.sum_squares, (), (sums,)),
+        "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
+        "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
+        "average_state": lambda: (f.average_state, (), (specs.state, specs.state, floats_of(specs.state))),
+        "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
+        "finish": lambda: (f.finish, (), (reduced_spec(f),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
     function, donated, inputs = arguments[name]()
@@ -121,6 +138,11 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
         function = _with_done(function)
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
     return jitted.lower(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+
+
+def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
+    """What replicas sum for an update: what they accumulated, and the layer state where they average it."""
+    return jax.eval_shape(f.zero_sums, f.specs.params), floats_of(f.specs.state) if f.sync_state else []
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,14 +153,12 @@ def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
     """Specs of what a backward takes over from the forward, and of the gradient message it gets."""
     y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
     kept = f.residuals.keep(f.specs.arguments, (y, new_state))
-    if f.last:
-        return kept, saved, y
-    return kept, saved, [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))
 
 
 def _update_into(f: StageFunctions) -> Callable[..., Any]:
-    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array, norm: Any) -> Any:
-        return f.update(params, optimizer_state, sums, weight, norm)
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, norm: Any) -> Any:
+        return f.update(params, optimizer_state, sums, norm)
 
     return update
 

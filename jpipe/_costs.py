@@ -8,7 +8,7 @@ import jax
 
 from jpipe._errors import InputError, nearest
 from jpipe._plan import Plan
-from jpipe._stage import StageFunctions
+from jpipe._stage import StageFunctions, floats_of
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class StageCost:
         outputs: what the forward sends on.
         residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
         kept_outputs: the part of `outputs` that is among the residuals.
-        message: the output gradient that arrives; at the last stage its own (sum, weight).
-        gradient: the input gradient that leaves.
+        message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
+        gradient: the input gradient that leaves, with the weight.
         weights: one version.
         optimizer: optimizer state.
         state: layer state (batch statistics).
@@ -150,8 +150,7 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
     f, specs = functions, functions.specs
     y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
     kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
-    floats = [leaf for leaf in jax.tree.leaves(y) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
-    moving = [leaf for leaf in jax.tree.leaves(specs.x) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    weight = nbytes(jax.ShapeDtypeStruct((), f.loss_dtype))
     return StageCost(
         backward=3.0 if recomputes else 2.0,
         inputs=nbytes(specs.x),
@@ -159,8 +158,8 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         outputs=nbytes(y),
         residuals=nbytes((saved, kept_arguments, kept_outputs)),
         kept_outputs=nbytes(kept_outputs),
-        message=nbytes(y) if f.last else nbytes(floats),
-        gradient=0 if f.first else nbytes(moving),
+        message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
+        gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
         weights=nbytes(specs.params),
         optimizer=nbytes(jax.eval_shape(f.init_optimizer, specs.params)),
         state=nbytes(specs.state),

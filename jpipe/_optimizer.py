@@ -37,11 +37,12 @@ class LayerwiseOptimizer:
         with _optax_promotion():
             return self.transformation.init({**self.blank, layer_id: params})
 
-    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state) of one layer."""
+    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
         with _optax_promotion():
             updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
-            return optax.apply_updates(params, updates[layer_id]), state
+            own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
+            return optax.apply_updates(params, own), state
 
 
 @contextmanager

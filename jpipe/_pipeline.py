@@ -1,9 +1,11 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,19 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._compile import CompiledStage, compile_initializers, compile_stages
+from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError, cause
 from jpipe._layers import LayerStack, describe, key_spec, spec_of
 from jpipe._lower import batches_until_full, lower, lower_evaluation
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe._placement import place
 from jpipe._plan import Plan
-from jpipe._program import Program
-from jpipe._runtime import Observer, run
+from jpipe._processes import Processes
+from jpipe._program import AllReduce, Program, Send, Update
+from jpipe._runtime import Found, Observer, run
 from jpipe._simulate import simulate
-from jpipe._stage import Loss, Specs, StageFunctions
+from jpipe._stage import Loss, Specs, StageFunctions, floats_of
 from jpipe._state import State, WorkerState
-from jpipe._transport import to_host
+from jpipe._told import Told, tell, told, told_mean
+from jpipe._transport import Transport, arrived, to_host
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
@@ -31,7 +36,7 @@ Batch = tuple[Tree, Tree]
 
 
 class Metrics(NamedTuple):
-    """What a step finished, as arrays that are not waited for: `float(…)` of one waits.
+    """What a step finished, the same in all processes, as numbers that are not waited for: `float(…)` of one waits.
 
     Attributes:
         losses: mean loss of each batch that was finished, by batch index.
@@ -39,29 +44,45 @@ class Metrics(NamedTuple):
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
     """
 
-    losses: dict[int, jax.Array]
-    weights: dict[int, jax.Array]
-    norms: dict[int, jax.Array]
+    losses: dict[int, jax.Array | Told]
+    weights: dict[int, jax.Array | Told]
+    norms: dict[int, jax.Array | Told]
 
 
 class Evaluation(NamedTuple):
-    """What `Pipeline.evaluate` found, as arrays that are not waited for.
+    """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
 
     Attributes:
         loss: mean over the whole batch.
         weight: total weight of the batch.
-        version: of the weights, the same in all stages: how many updates they have seen.
+        version: of the weights, the same in all stages: how many batches they have learnt from.
     """
 
-    loss: jax.Array
-    weight: jax.Array
+    loss: jax.Array | Told
+    weight: jax.Array | Told
     version: int
+
+
+@functools.cache
+def join_processes() -> Processes | None:
+    """The processes of this run, joined by the first call, which all make; None where there is only this one.
+
+    Raises:
+        InputError: process 0 cannot be reached.
+        PeerLost: not all have joined in time.
+    """
+    return Processes.join() if jax.process_count() > 1 else None
+
+
+_numbers_of_pipelines = itertools.count()
 
 
 class Pipeline:
     """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
 
-    `init` proves the programs (see `simulate`) before it compiles what they use.
+    `init` proves the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
+    `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
+    workers on its own devices.
 
     Args:
         stack: the model.
@@ -70,8 +91,8 @@ class Pipeline:
             its total weight, so microbatches with padding or masks count for what they hold.
         optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
             does not is found out and refused by `init`.
-        devices: where the stages run, one after the other; by default the plan's placement among the local devices, or all of
-            them in order, several stages to a device where there are too few.
+        devices: where the workers run, one for each, stage by stage; by default the plan's placement among the devices of all
+            processes, several neighbouring workers to a device where there are too few.
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For the schedules that flush.
 
@@ -100,8 +121,6 @@ class Pipeline:
         clip_global_norm: float | None = None,
     ) -> None:
         plan.check_layers(stack.ids)
-        if any(stage.replicas > 1 for stage in plan.stages):
-            raise InputError("plan: replicas above 1 are not supported yet; use 1 replica a stage")
         if clip_global_norm is not None:
             _check_clipping(clip_global_norm, plan)
         self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
@@ -109,7 +128,10 @@ class Pipeline:
         self._given_devices = None if devices is None else tuple(devices)
         self._spec: Batch | None = None
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
-        self._stages: list[CompiledStage] = []
+        self._stages: dict[int, CompiledStage] = {}  # by worker of this process
+        self._compiled: list[StageFunctions] = []
+        self._evaluations = 0
+        self._name = ""  # under which the processes of the run tell each other its numbers
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     # What a user calls -------------------------------------------------------------------------------------------------
@@ -137,11 +159,21 @@ class Pipeline:
             InputError: as `check`; a key of another kind; devices that are not there.
         """
         key, functions = _as_key(key), self._functions(batch)
-        self._stages = compile_stages(list(zip(functions, self.devices, strict=True)), self._proved_runs())
-        self._spec = _microbatch_spec(batch, self.plan.microbatches)
-        device_of = {layer_id: stage.device for stage in self._stages for layer_id in stage.functions.stage.layers}
-        initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), device_of)
-        return State(tuple(self._init_worker(stage, initializers, key) for stage in self._stages), batch=0, start=0)
+        runs = self._proved_runs()
+        own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
+        self._stages = compile_workers(own, runs)
+        self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
+        self._connect(functions, runs)
+        self._spec, self._compiled = _microbatch_spec(batch, self.plan.microbatches), functions
+        places = [(layer_id, stage.device) for stage in self._stages.values() for layer_id in stage.functions.stage.layers]
+        initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), places)
+        workers = tuple(self._init_worker(stage, initializers, key) for stage in self._stages.values())
+        if self._processes is not None:
+            self._name = f"pipeline {next(_numbers_of_pipelines)}"
+            self._processes.barrier(f"{self._name}: compiled")
+            self._transport.connect()
+            self._processes.barrier(f"{self._name}: connected")
+        return State(workers, batch=0, start=0)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -150,7 +182,8 @@ class Pipeline:
 
         Args:
             state: used up; use the returned one from here on.
-            batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches.
+            batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
+                a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
@@ -165,9 +198,9 @@ class Pipeline:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(spec)}")
         since = state.batch - state.start
         program, shift = self._program(since, state.batch, False)
-        workers, finished = self._run(program, shift, state.workers, batch, observe)
+        workers, found = self._run(program, shift, state.workers, batch, observe)
         start = state.batch + 1 if SCHEDULES[self.plan.schedule].flushes else state.start
-        return State(workers, state.batch + 1, start), _metrics(finished)
+        return State(workers, state.batch + 1, start), self._metrics(program, shift, found)
 
     def drain(self, state: State, *, observe: Observer | None = None) -> State:
         """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
@@ -209,29 +242,36 @@ class Pipeline:
         if _microbatch_spec(batch, count) != self._spec:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(batch)}")
         state = self._settled(state)
-        version = min(worker.latest for worker in state.workers)
+        version = self._common_version(state)
+        assert version is not None, "after a drain all stages hold the newest version"
         program = lower_evaluation(self.plan, count, version)
         host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
-        workers = [
-            dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
-            for worker in state.workers
-        ]
-        _, finished = run(program, 0, self._stages, workers, host, rows_each)
-        loss, weight = _mean(list(finished.values()))
+        workers = {
+            w: dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
+            for w, worker in zip(self._stages, state.workers, strict=True)
+        }
+        _, found = run(program, 0, self._stages, workers, self._transport, host, rows_each)
+        loss, weight = self._evaluated(found)
         return Evaluation(loss, weight, version)
 
     def params(self, state: State) -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
-        They are copies: the next step may write into the memory of the originals.
+        They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
+        its own workers.
 
         Raises:
             InputError: a state that was used already.
         """
         self._check_state(state)
         state = self._settled(state)
-        version = min(worker.latest for worker in state.workers)
-        return {layer_id: _copy(p) for worker in state.workers for layer_id, p in worker.versions[version].items()}
+        version = self._common_version(state)
+        assert version is not None, "after a drain all stages hold the newest version"
+        found: dict[str, Tree] = {}
+        for w, worker in zip(self._stages, state.workers, strict=True):
+            if self.plan.stages[self.plan.workers[w][0]].layers[0] not in found:  # replicas hold the same
+                found |= worker.versions[version * self._updates_a_batch(w)]
+        return _copy(found)
 
     def costs(self, batch: Batch) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
@@ -245,30 +285,44 @@ class Pipeline:
             InputError: a batch or layers that do not fit; see `check`.
         """
         compiled = self._spec is not None and self._spec == _microbatch_spec(batch, self.plan.microbatches)
-        functions = [stage.functions for stage in self._stages] if compiled else self._functions(batch)
+        functions = self._compiled if compiled else self._functions(batch)
         costs = [measure_bytes(f, f.stage.recompute != "none") for f in functions]
-        if self._stages:
-            costs = [dataclasses.replace(cost, temporary=stage.temporary_bytes) for cost, stage in zip(costs, self._stages, strict=True)]
+        for w, stage in self._stages.items():
+            s = self.plan.workers[w][0]
+            costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
         return tuple(costs)
 
     @cached_property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The device of each stage."""
-        if self._given_devices is not None:
-            if len(self._given_devices) != self.plan.depth:
-                raise InputError(f"devices: expected {self.plan.depth}, one for each stage, found {len(self._given_devices)}")
-            return self._given_devices
-        local = jax.local_devices()
-        if self.plan.placement is None:
-            return tuple(local[s * min(len(local), self.plan.depth) // self.plan.depth] for s in range(self.plan.depth))
-        numbers = [replicas[0] for replicas in self.plan.placement]
-        if max(numbers) >= len(local):
-            raise InputError(
-                f"plan: placement names device {max(numbers)}, but there are {len(local)} local devices (0 to {len(local) - 1})"
-            )
-        return tuple(local[n] for n in numbers)
+        """The device of each worker."""
+        return place(self.plan, self._given_devices)
 
     # Inside ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _processes(self) -> Processes | None:
+        """Those of the run, where there are several."""
+        return join_processes()
+
+    def _is_here(self, w: int) -> bool:
+        return self.devices[w].process_index == jax.process_index()
+
+    def _connect(self, functions: list[StageFunctions], runs: list[Program]) -> None:
+        """Compile the transfers between processes."""
+        number = jax.ShapeDtypeStruct((), functions[0].loss_dtype)
+        specs: dict[tuple[int, str], Tree] = {}
+        for s, f in enumerate(functions):
+            specs[s, "gradient"] = floats_of(f.specs.x), number
+            specs[s, "norm"] = number
+            specs[s, "squares"] = tuple(jax.ShapeDtypeStruct((len(stage.layers),), number.dtype) for stage in self.plan.stages[s:])
+            if not f.last:
+                specs[s, "activation"] = functions[s + 1].specs.x
+        evaluation = lower_evaluation(self.plan, math.lcm(*self.plan.replicas), 0)
+        sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
+        kinds = {(i.worker, i.to, i.message): i for i in sends}
+        sums = {self.plan.stage_workers[s][0]: reduced_spec(f) for s, f in enumerate(functions) if f.stage.replicas > 1}
+        stage_of = [s for s, _ in self.plan.workers]
+        self._transport.compile([(i, specs[stage_of[i.worker], i.message]) for _, i in sorted(kinds.items())], sums)
 
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         inputs, labels = _microbatch_spec(batch, self.plan.microbatches)
@@ -282,7 +336,9 @@ class Pipeline:
             params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
             state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
             specs = Specs(params, state, x, labels if last else None, draw)
-            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, unprobed, specs, self.clip_global_norm))
+            scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
+            options = self.clip_global_norm, scale, self.plan.sync_state
+            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, unprobed, specs, *options))
             x = layers[stage.layers[-1]].output
         _check_loss(functions[-1], x, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
@@ -294,11 +350,13 @@ class Pipeline:
             self._probed = params, find_layerwise(self.optimizer, params)
         return self._probed[1]
 
-    def _init_worker(self, stage: CompiledStage, initializers: dict[str, jax.stages.Compiled], key: jax.Array) -> WorkerState:
+    def _init_worker(
+        self, stage: CompiledStage, initializers: dict[tuple[str, jax.Device], jax.stages.Compiled], key: jax.Array
+    ) -> WorkerState:
         f, params, state = stage.functions, {}, {}
         for layer_id in f.stage.layers:
             layer_key = jax.device_put(self.stack.init_key(layer_id, key), stage.device)
-            params[layer_id], state[layer_id] = initializers[layer_id](layer_key)
+            params[layer_id], state[layer_id] = initializers[layer_id, stage.device](layer_key)
         optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
 
@@ -327,9 +385,44 @@ class Pipeline:
 
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
-    ) -> tuple[tuple[WorkerState, ...], dict[int, tuple[Any, ...]]]:
+    ) -> tuple[tuple[WorkerState, ...], Found]:
         host = {} if batch is None else dict(zip(("inputs", "labels"), to_host(batch), strict=True))
-        return run(program, shift, self._stages, workers, host, _rows(self._spec), observe)
+        states = dict(zip(self._stages, workers, strict=True))
+        left, found = run(program, shift, self._stages, states, self._transport, host, _rows(self._spec), observe)
+        return tuple(left.values()), found
+
+    def _metrics(self, program: Program, shift: int, found: Found) -> Metrics:
+        """Of the batches that the program finishes; what other processes compute is told by them."""
+        if self._processes is None:
+            means = {batch: _mean_loss(parts) for batch, parts in found.losses.items()}
+            return Metrics({t: mean[0] for t, mean in means.items()}, {t: mean[1] for t, mean in means.items()}, dict(found.norms))
+        last = self.plan.stage_workers[-1][0]
+        on, updates = self.devices[last].process_index, self._updates_a_batch(last)
+        ends = AllReduce if self.plan.replicas[-1] > 1 else Update
+        metrics = Metrics({}, {}, {})
+        for update in (i.batch for i in program.instructions if type(i) is ends and i.worker == last and (i.batch + 1) % updates == 0):
+            batch = update // updates + shift
+            if batch in found.losses:
+                norm = [found.norms[batch]] if batch in found.norms else []
+                tell(self._processes, f"{self._name}: batch {batch}", partial(_numbers, found.losses[batch], norm))
+            numbers = told(self._processes, f"{self._name}: batch {batch}", on, 2 if self.clip_global_norm is None else 3)
+            for held, number in zip(metrics, numbers, strict=False):
+                held[batch] = number
+        return metrics
+
+    def _evaluated(self, found: Found) -> tuple[Any, Any]:
+        """(mean loss, weight) over all microbatches, in their order; what other processes compute is told by them."""
+        last = self.plan.stage_workers[-1]
+        if self._processes is None:
+            parts = [found.evaluations[k] for k in sorted(found.evaluations)]
+            return _mean(parts if len(last) == 1 else jax.device_put(parts, self.devices[last[0]]))
+        self._evaluations += 1
+        names = [(f"{self._name}: evaluation {self._evaluations}, worker {w}", self.devices[w].process_index) for w in last]
+        for replica, (w, (name, _)) in enumerate(zip(last, names, strict=True)):
+            if self._is_here(w):
+                own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
+                tell(self._processes, name, partial(_flat, own))
+        return told_mean(self._processes, names, _mean)
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State):
@@ -341,10 +434,23 @@ class Pipeline:
 
     def _settled(self, state: State) -> State:
         """The state itself if all stages hold a common version, else a drained copy of it."""
-        version = min(worker.latest for worker in state.workers)
-        if all(version in worker.versions for worker in state.workers):
-            return state
-        return self.drain(_copy(state))
+        return state if self._common_version(state) is not None else self.drain(_copy(state))
+
+    def _common_version(self, state: State) -> int | None:
+        """The newest version, in batches, that all workers of all processes hold, if there is one; told from the program alone."""
+        if state.batch == state.start:
+            return state.batch
+        # Where the step before this state ended, the next one begins.
+        since, model_batch = min(state.batch - state.start, self._horizon), min(state.batch, 2 * self._horizon)
+        program = self._lower(model_batch, model_batch, model_batch - since, False)
+        held = [(oldest, newest, self._updates_a_batch(w)) for w, (oldest, newest) in enumerate(program.versions)]
+        version = min(newest // updates for _, newest, updates in held)
+        if any(version * updates < oldest for oldest, _, updates in held):
+            return None
+        return version + state.batch - model_batch
+
+    def _updates_a_batch(self, w: int) -> int:
+        return self.plan.microbatches // self.plan.microbatches_an_update(self.plan.workers[w][0])
 
 
 def _as_key(key: Any) -> jax.Array:
@@ -415,9 +521,18 @@ def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
     raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
 
 
-def _metrics(finished: dict[int, tuple[Any, ...]]) -> Metrics:
-    losses, weights, norms = ({t: parts[i] for t, parts in finished.items() if parts[i] is not None} for i in range(3))
-    return Metrics(losses, weights, norms)
+def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
+    return [*_mean_loss(updates), *norm]
+
+
+def _flat(parts: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [number for part in parts for number in part]
+
+
+def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
+    """(mean loss, weight) of a batch from those of its updates."""
+    parts = [arrived(part) for part in updates]
+    return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
 
 
 @jax.jit
@@ -427,4 +542,4 @@ def _mean(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Arra
 
 
 def _copy(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.copy, tree)
+    return jax.tree.map(jnp.copy, jax.tree.map(arrived, tree))

@@ -1,8 +1,11 @@
 """What to run, as plain JSON data: stages, schedule, microbatches, recomputation. It has no algorithm; it only refuses what cannot run."""
 
+import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -28,14 +31,14 @@ class Stage(pydantic.BaseModel):
 
     Attributes:
         layers: ids of the layers, in order, of printable characters; at least one.
-        replicas: number of workers that share the stage, 1 by default.
+        replicas: number of workers that share the stage, 1 by default, at most 65536.
         recompute: one of `RECOMPUTE`, "none" by default.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=65536)] = 1
     recompute: str = "none"
 
     @pydantic.field_validator("recompute")
@@ -46,6 +49,10 @@ class Stage(pydantic.BaseModel):
         return name
 
 
+Devices = Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
+"""For each stage the number of the device of each of its replicas."""
+
+
 class Plan(pydantic.BaseModel):
     """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
 
@@ -54,11 +61,22 @@ class Plan(pydantic.BaseModel):
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
         schedule: a name of `jpipe.SCHEDULES`.
-        microbatches: m, the number of microbatches between two updates, 1 to 10^9.
+        microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
+            replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
         stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
         extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
         vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
-        placement: for each stage the number, from 0, of the local device of each of its replicas; None: in order.
+        noam: for `pipedream` with replicas: the paper's number in flight (NOAM, section 3.2), sums over replicas waited for at
+            once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
+        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
+            as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
+        scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
+        sync_state: whether replicas average the state that forwards update (batch statistics) with each update; without, each
+            replica keeps its own. True by default; False for state that belongs to rows, such as a carried recurrent state.
+        keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
+            sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
+        placement: for each stage the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
+            process; None: in order, as `keep_together` says.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
@@ -72,9 +90,12 @@ class Plan(pydantic.BaseModel):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
-    placement: (
-        Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)] | None
-    ) = None
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    placement: Devices | None = None
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -100,8 +121,19 @@ class Plan(pydantic.BaseModel):
             found, expected = [len(devices) for devices in self.placement], [stage.replicas for stage in self.stages]
             if found != expected:
                 raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
-        if self.vertical_sync and self.schedule != "pipedream":
-            raise ValueError(f"vertical_sync is an option of the schedule 'pipedream', found schedule '{self.schedule}'; remove it")
+        for option, default in (("vertical_sync", False), ("noam", False), ("update_every", "batch")):
+            if self.schedule != "pipedream" and getattr(self, option) != default:
+                raise ValueError(f"{option} is an option of the schedule 'pipedream', found schedule '{self.schedule}'; remove it")
+        if self.noam and self.extra_in_flight:
+            raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {self.extra_in_flight}")
+        if self.scale_learning_rate and self.update_every != "replicas":
+            raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
+        common = math.lcm(*self.replicas)
+        if self.microbatches % common:
+            raise ValueError(
+                f"microbatches: expected a multiple of the replicas of each stage, {list(self.replicas)}, so of {common}, "
+                f"found {self.microbatches}; use {-(-self.microbatches // common) * common}, or other replicas"
+            )
         complaint = SCHEDULES[self.schedule].complaint(self)
         if complaint:
             raise ValueError(complaint)
@@ -117,6 +149,30 @@ class Plan(pydantic.BaseModel):
         """All layer ids, in order."""
         return tuple(layer_id for stage in self.stages for layer_id in stage.layers)
 
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """r_s, the number of replicas of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @cached_property
+    def workers(self) -> tuple[tuple[int, int], ...]:
+        """(stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
+        return tuple((s, replica) for s, count in enumerate(self.replicas) for replica in range(count))
+
+    @cached_property
+    def stage_workers(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each stage, replica by replica; microbatch k is with number k mod r of them."""
+        numbers = iter(range(sum(self.replicas)))
+        return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
+
+    def worker(self, s: int, k: int) -> int:
+        """The worker of stage s that runs microbatch k."""
+        return self.stage_workers[s][k % self.replicas[s]]
+
+    def microbatches_an_update(self, s: int) -> int:
+        """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
+        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+
     @classmethod
     def even(
         cls,
@@ -125,6 +181,7 @@ class Plan(pydantic.BaseModel):
         schedule: str,
         microbatches: int,
         *,
+        replicas: int | Sequence[int] = 1,
         recompute: str | Sequence[str] = "none",
         **fields: Any,
     ) -> "Plan":
@@ -134,12 +191,13 @@ class Plan(pydantic.BaseModel):
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
             schedule: a name of `jpipe.SCHEDULES`.
-            microbatches: microbatches an update.
+            microbatches: microbatches an update, over all replicas.
+            replicas: of every stage, or one number for each.
             recompute: a policy for all stages, or one for each.
             fields: the other fields of `Plan`.
 
         Raises:
-            InputError: more stages than layers, a number of policies that is not that of the stages, or an illegal plan.
+            InputError: more stages than layers, a number of policies or replicas that is not that of the stages, or an illegal plan.
 
         Example:
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
@@ -148,15 +206,15 @@ class Plan(pydantic.BaseModel):
         if not 1 <= num_stages <= len(layers):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
         policies = [recompute] * num_stages if isinstance(recompute, str) else list(recompute)
-        if len(policies) != num_stages:
-            raise InputError(
-                f"plan: expected one recomputation policy for all or one for each of {num_stages} stages, found {len(policies)}"
-            )
+        counts = [replicas] * num_stages if isinstance(replicas, int) else list(replicas)
+        for what, found in (("recomputation policy", policies), ("number of replicas", counts)):
+            if len(found) != num_stages:
+                raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found {len(found)}")
         size, rest = divmod(len(layers), num_stages)
         starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
         stages = [
-            {"layers": tuple(layers[a:b]), "recompute": policy}
-            for a, b, policy in zip(starts, starts[1:], policies, strict=False)  # the last start is an end only
+            {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy}
+            for a, b, count, policy in zip(starts, starts[1:], counts, policies, strict=False)  # the last start is an end only
         ]
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
 

@@ -7,12 +7,12 @@ from typing import Literal
 from jpipe._plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient", "norm"]
+Message = Literal["activation", "gradient", "squares", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring a microbatch's inputs to the first worker, or its labels to the last."""
+    """Bring a microbatch's inputs to a worker of the first stage, or its labels to one of the last."""
 
     worker: int
     microbatch: int
@@ -50,7 +50,8 @@ class ForwardBackward:
 class Send:
     """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
 
-    `norm`: the norm of the batch that ends with the microbatch, to the next stage.
+    Where gradients are clipped: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both are
+    those of the batch that ends with the microbatch.
     """
 
     worker: int
@@ -61,7 +62,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or the `norm`."""
+    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`), `squares` or the `norm`."""
 
     worker: int
     microbatch: int
@@ -70,8 +71,19 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Begin to sum the gradients of `batch` over the replicas of the worker's stage; its update waits for the sum.
+
+    The instructions of all replicas stand side by side in the total order.
+    """
+
+    worker: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class SumSquares:
-    """Sum the squares of the mean gradient of `batch`, layer by layer, to be sent with its last gradient; at stage 0 make the norm."""
+    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of the stages after; at stage 0 make the norm."""
 
     worker: int
     batch: int
@@ -79,7 +91,10 @@ class SumSquares:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one."""
+    """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
+
+    `batch` counts the updates of the worker's stage: with update_every "replicas" those are more than the batches.
+    """
 
     worker: int
     batch: int
@@ -103,12 +118,15 @@ class Evaluate:
     version: int
 
 
-Instruction = Load | Forward | Backward | ForwardBackward | Send | Receive | SumSquares | Update | Release | Evaluate
+Instruction = Load | Forward | Backward | ForwardBackward | Send | Receive | AllReduce | SumSquares | Update | Release | Evaluate
 
 
-def shifted(instruction: Instruction, batches: int, microbatches: int) -> Instruction:
-    """The same instruction so many batches, of `microbatches` each, later in the run."""
-    moved = {"microbatch": batches * microbatches, "version": batches, "batch": batches, "retires": batches}
+def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
+    """The same instruction so many batches later in the run."""
+    if not batches:
+        return instruction
+    updates = batches * plan.microbatches // plan.microbatches_an_update(plan.workers[instruction.worker][0])
+    moved = {"microbatch": batches * plan.microbatches, "version": updates, "batch": updates, "retires": updates}
     fields = {name: getattr(instruction, name) for name in instruction.__slots__}
     return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})
 
@@ -124,7 +142,8 @@ class Program:
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
         clips: whether updates wait for the norm of all stages' gradients.
-        instructions: the total order of loads, forwards, backwards, sends, receives, updates and releases; one worker's
+        versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
+        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; one worker's
             program is what is left when the others' are taken out.
     """
 
@@ -134,6 +153,7 @@ class Program:
     end: int
     drained: bool
     clips: bool
+    versions: tuple[tuple[int, int], ...]
     instructions: tuple[Instruction, ...]
 
     def worker(self, worker: int) -> Iterator[Instruction]:

@@ -1,6 +1,6 @@
 """The interpreter: runs a program instruction by instruction on the devices. It knows no schedule by name and reads no configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from jpipe._compile import CompiledStage, update_kind
 from jpipe._program import (
+    AllReduce,
     Backward,
     Evaluate,
     Forward,
@@ -22,8 +23,9 @@ from jpipe._program import (
     Update,
     shifted,
 )
+from jpipe._stage import floats_of
 from jpipe._state import WorkerState
-from jpipe._transport import LocalTransport, rows
+from jpipe._transport import Transport, arrived, rows
 
 Tree = Any
 
@@ -45,63 +47,89 @@ class Event(NamedTuple):
 Observer = Callable[[Event], None]
 
 
+class Found(NamedTuple):
+    """What a program found out about its batches, as far as workers of this process did; nothing of it is waited for.
+
+    Attributes:
+        losses: by batch finished the (mean loss, weight) of each of its updates; perhaps still coming from other replicas.
+        norms: by batch finished the global norm, where gradients are clipped.
+        evaluations: by microbatch evaluated (sum of the losses, weight).
+    """
+
+    losses: dict[int, list[Tree]]
+    norms: dict[int, jax.Array]
+    evaluations: dict[int, tuple[jax.Array, jax.Array]]
+
+
 def run(
     program: Program,
     shift: int,
-    stages: Sequence[CompiledStage],
-    states: Sequence[WorkerState],
+    stages: Mapping[int, CompiledStage],
+    states: Mapping[int, WorkerState],
+    transport: Transport,
     batches: dict[str, Tree],
     rows_each: int,
     observe: Observer | None = None,
-) -> tuple[tuple[WorkerState, ...], dict[int, tuple[Any, ...]]]:
-    """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
+) -> tuple[dict[int, WorkerState], Found]:
+    """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
 
     Args:
         program: what to run.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
-        stages: one for each worker.
-        states: one for each worker; emptied, not to be used again.
+        stages: by worker of this process.
+        states: by worker of this process; emptied, not to be used again.
+        transport: between the workers.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
         rows_each: rows of one microbatch.
         observe: called after each instruction is dispatched.
 
     Returns:
-        The new states, and (mean loss, weight, norm or None) of each batch that was finished, without waiting for any of it.
+        The new states, and what was found.
     """
-    transport = LocalTransport([stage.device for stage in stages])
-    microbatches = program.plan.microbatches
-    workers = [_Worker(stage, state, transport, shift, microbatches) for stage, state in zip(stages, states, strict=True)]
+    plan, found = program.plan, Found({}, {}, {})
+    workers = {w: _Worker(program, w, stages[w], state, transport, shift, found) for w, state in states.items()}
     for instruction in program.instructions:
-        worker = workers[instruction.worker]
+        worker = workers.get(instruction.worker)
+        if worker is None:
+            continue
         if type(instruction) is Load:
-            row = (instruction.microbatch - program.begin * microbatches) * rows_each
+            row = (instruction.microbatch - program.begin * plan.microbatches) * rows_each
             worker.load(instruction, rows(batches[instruction.data], row, row + rows_each))
+        elif type(instruction) is AllReduce:
+            for w, total in worker.all_reduce(instruction).items():
+                workers[w].take_sum(instruction, total)
         else:
             _METHODS[type(instruction)](worker, instruction)
         if observe is not None:
-            observe(Event(shifted(instruction, shift, microbatches), worker.done, worker.state()))
+            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state()))
             worker.done = None
-    return tuple(worker.state() for worker in workers), workers[-1].finished
+    return {w: worker.state() for w, worker in workers.items()}, found
 
 
 class _Worker:
     """A worker while a program runs: its state unpacked, and a method for each type of instruction."""
 
-    def __init__(self, stage: CompiledStage, state: WorkerState, transport: LocalTransport, shift: int, microbatches: int) -> None:
+    def __init__(
+        self, program: Program, number: int, stage: CompiledStage, state: WorkerState, transport: Transport, shift: int, found: Found
+    ) -> None:
+        plan = program.plan
+        self.found = found
+        s, self.replica = plan.workers[number]
         self.calls, self.transport = stage.calls, transport
         self.residuals = stage.functions.residuals
         self.last, self.first = stage.functions.last, stage.functions.first
         self.stochastic = stage.functions.specs.draw[1] is not None
-        self.shift, self.microbatch_shift = shift, shift * microbatches
+        self.averages = stage.functions.sync_state
+        self.replicas, self.every = plan.replicas[s], plan.microbatches_an_update(s)
+        self.updates_a_batch = plan.microbatches // self.every
+        self.microbatches = plan.microbatches
+        self.microbatch_shift, self.update_shift = shift * plan.microbatches, shift * self.updates_a_batch
         own = state.taken()
         self.versions, self.buffers, self.layer_state = own.versions, own.buffers, own.layer_state
         self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
-        self.microbatches = microbatches
-        self.weight: jax.Array | None = None  # of the batch that is about to be updated with
-        self.squares: tuple[jax.Array, ...] = ()  # of its gradients, from this stage to the last
+        self.squares: tuple[jax.Array, ...] = ()  # of the gradients of this stage and those after it
         self.norm: jax.Array | None = None
         self.done: jax.Array | None = None
-        self.finished: dict[int, Tree] = {}  # by batch (loss, weight); in an evaluation by microbatch
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
@@ -114,8 +142,8 @@ class _Worker:
 
     def forward(self, i: Forward) -> None:
         k = i.microbatch + self.microbatch_shift
-        params, before = self.versions[i.version + self.shift], self.layer_state
-        x, labels = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k), None)
+        params, before = self.versions[i.version + self.update_shift], self.layer_state
+        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
         (y, self.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
         self.buffers["residuals", k] = self.residuals.keep((before, x, labels), (y, self.layer_state)), saved
         self.buffers["message" if self.last else "output", k] = y
@@ -123,74 +151,117 @@ class _Worker:
     def backward(self, i: Backward) -> None:
         k = i.microbatch + self.microbatch_shift
         kept, saved = self.buffers.pop(("residuals", k))
-        message = self.buffers.pop(("message", k))
-        if not self.last and self.ends_batch(k):
-            message, self.weight, self.squares = message
-        params = self.versions[i.version + self.shift]
-        (gradient, self.sums), self.done = self.calls["backward"](params, kept, saved, message, self.sums, self.draw(k))
+        message = arrived(self.buffers.pop(("message", k)))
+        params = self.versions[i.version + self.update_shift]
+        (gradient, self.sums), self.done = self.calls["backward"](params, kept, saved, message, self.taken_sums(params), self.draw(k))
         self.after_backward(k, gradient)
 
     def forward_backward(self, i: ForwardBackward) -> None:
         k = i.microbatch + self.microbatch_shift
-        x, labels = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k))
-        params = self.versions[i.version + self.shift]
-        arguments = params, self.layer_state, x, labels, self.sums, self.draw(k)
+        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k))
+        params = self.versions[i.version + self.update_shift]
+        arguments = params, self.layer_state, x, labels, self.taken_sums(params), self.draw(k)
         (gradient, self.sums, self.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
 
-    def after_backward(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient to be sent; the weight of the batch rides with its last one, since every stage divides by it."""
-        if self.last:
-            self.weight, self.squares = self.sums["weight"], ()
-        if not self.first:
-            self.buffers["gradient", k] = (gradient, self.weight, self.squares) if self.ends_batch(k) else gradient
+    def taken_sums(self, params: Tree) -> Tree:
+        """What the batch has accumulated, nothing if the last one was set aside: the computation writes into its memory."""
+        return self.sums if self.sums is not None else self.calls["zero_sums"](params)
 
-    def ends_batch(self, k: int) -> bool:
-        return (k + 1) % self.microbatches == 0
+    def after_backward(self, k: int, gradient: Tree) -> None:
+        """Keep the input gradient to be sent; set the batch aside if it is complete and waits for those of other replicas."""
+        if not self.first:
+            self.buffers["gradient", k] = gradient
+        if self.replicas > 1 and (k + self.replicas) // self.every > k // self.every:
+            self.buffers["sums", k // self.every] = self.sums, dict(self.layer_state)
+            self.sums = None
+
+    def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
+        batch = i.batch + self.update_shift
+        sums, state = self.buffers.pop(("sums", batch))
+        if self.averages:
+            self.buffers["state", batch] = state
+        part = sums, floats_of(state) if self.averages else []
+        return self.transport.all_reduce(i, batch, part, self.calls["add"], self.calls["finish"])
+
+    def take_sum(self, i: AllReduce, total: Tree) -> None:
+        """Keep (sums, state, (mean loss, weight) at the last stage) of all replicas for the update."""
+        self.buffers["summed", i.batch + self.update_shift] = total
+        if self.last and self.replica == 0:
+            self.finish(i.batch + self.update_shift, total[2])
 
     def sum_squares(self, i: SumSquares) -> None:
-        self.squares = (self.calls["sum_squares"](self.sums["gradients"], self.weight), *self.squares)
+        batch = i.batch + self.update_shift
+        if self.replicas > 1:
+            self.buffers["summed", batch] = arrived(self.buffers["summed", batch])
+        sums = self.sums if self.replicas == 1 else self.buffers["summed", batch][0]
+        later = arrived(self.buffers.pop(("squares", batch), ()))
+        self.squares = (self.calls["sum_squares"](sums), *later)
         if self.first:
             self.norm = self.calls["norm"](self.squares)
-        else:
-            k = (i.batch + self.shift + 1) * self.microbatches - 1
-            self.buffers["gradient", k] = (*self.buffers["gradient", k][:2], self.squares)
 
     def send(self, i: Send) -> None:
         k = i.microbatch + self.microbatch_shift
-        if i.message == "norm":
-            self.transport.send(i.to, i.message, k, self.norm)
-            return
-        buffer = self.buffers.pop(("output" if i.message == "activation" else "gradient", k))
-        self.transport.send(i.to, i.message, k, buffer)
+        tree: Tree
+        match i.message:
+            case "norm":
+                tree = self.norm
+            case "squares":
+                tree, self.squares = self.squares, ()
+            case message:
+                tree = self.buffers.pop(("output" if message == "activation" else "gradient", k))
+        self.transport.send(i, k, tree)
 
     def receive(self, i: Receive) -> None:
         k = i.microbatch + self.microbatch_shift
-        if i.message == "norm":
-            self.norm = self.transport.receive(i.worker, i.message, k)
-            return
-        self.buffers["inputs" if i.message == "activation" else "message", k] = self.transport.receive(i.worker, i.message, k)
+        tree = self.transport.receive(i, k)
+        match i.message:
+            case "norm":
+                self.norm = arrived(tree)
+            case "squares":
+                self.buffers["squares", k // self.microbatches] = tree
+            case message:
+                self.buffers["inputs" if message == "activation" else "message", k] = tree
 
     def update(self, i: Update) -> None:
-        batch, kind = i.batch + self.shift, update_kind(i)
+        batch, kind = i.batch + self.update_shift, update_kind(i)
+        sums = self.sums if self.replicas == 1 else self.summed(batch)
         params = self.versions[batch]
-        retired = () if i.retires is None else (self.versions.pop(i.retires + self.shift),)
+        retired = () if i.retires is None else (self.versions.pop(i.retires + self.update_shift),)
         memory = retired if kind == "into_retired" else ()
-        sums = {name: part for name, part in self.sums.items() if name != "weight"}  # the update takes the memory of the sums
-        arguments = *memory, params, self.optimizer, sums, self.weight, self.norm
-        (self.versions[batch + 1], self.optimizer, self.sums, loss), self.done = self.calls[kind](*arguments)
-        if self.last:
-            self.finished[batch] = loss, self.weight, self.norm
+        arguments = *memory, params, self.optimizer, sums, self.norm
+        (self.versions[batch + 1], self.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
+        if self.replicas == 1 or self.sums is None:
+            self.sums = zeros
+        if self.last and self.replicas == 1:
+            self.finish(batch, found)
+        if self.last and self.replica == 0 and self.norm is not None:
+            self.found.norms[batch] = self.norm
+
+    def summed(self, batch: int) -> Tree:
+        """What the replicas have accumulated together; their layer states move to the mean with it."""
+        sums, total, _ = arrived(self.buffers.pop(("summed", batch)))
+        if self.averages:
+            self.layer_state = self.calls["average_state"](self.layer_state, self.buffers.pop(("state", batch)), total)
+        return sums
+
+    def finish(self, update: int, found: Tree) -> None:
+        """Note (mean loss, weight); where several updates make a batch, with the last of them."""
+        self.buffers["loss", update] = found
+        if (update + 1) % self.updates_a_batch == 0:
+            batch = update // self.updates_a_batch
+            updates = range(batch * self.updates_a_batch, update + 1)
+            self.found.losses[batch] = [self.buffers.pop(("loss", g)) for g in updates]
 
     def release(self, i: Release) -> None:
-        del self.versions[i.version + self.shift]
+        del self.versions[i.version + self.update_shift]
 
     def evaluate(self, i: Evaluate) -> None:
-        k = i.microbatch + self.microbatch_shift
-        x, labels = self.buffers.pop(("inputs", k)), self.buffers.pop(("labels", k), None)
-        y = self.calls["evaluate"](self.versions[i.version + self.shift], self.layer_state, x, labels)
+        k = i.microbatch
+        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
+        y = self.calls["evaluate"](self.versions[i.version], self.layer_state, x, labels)
         if self.last:
-            self.finished[k] = y
+            self.found.evaluations[k] = y
         else:
             self.buffers["output", k] = y
 

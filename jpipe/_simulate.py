@@ -8,7 +8,20 @@ from typing import Any, NoReturn
 from jpipe._costs import Link, StageCost, unit_costs
 from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
-from jpipe._program import Backward, Forward, ForwardBackward, Instruction, Load, Program, Receive, Release, Send, SumSquares, Update
+from jpipe._program import (
+    AllReduce,
+    Backward,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    Load,
+    Program,
+    Receive,
+    Release,
+    Send,
+    SumSquares,
+    Update,
+)
 from jpipe.schedules import SCHEDULES
 
 
@@ -49,7 +62,8 @@ class Prediction:
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | None = None) -> Prediction:
     """Prove a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
 
-    Every worker runs its own part, a transfer waits until both sides have come to it. Proved, independently of `lower`:
+    Every worker runs its own part, a transfer waits until both sides have come to it, an update until all replicas have begun to
+    sum their gradients and the sum has gone round (2 (r - 1) / r of them leave each worker). Proved, independently of `lower`:
     each worker computes in the order of the schedule and reads the versions of its formula; every version read is alive,
     and no more are than the schedule allows; each update sees exactly its batch; every buffer is made before it is used
     and used once; nothing is left behind; the workers do not wait for each other forever; the total order extends data
@@ -58,7 +72,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     Args:
         program: from `lower`, with `drain` and `begin` equal to `start`.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between neighbouring workers; by default transfers are free.
+        link: between workers; by default transfers and sums are free.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -79,6 +93,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
 class _Worker:
     """One worker's side of the simulation."""
 
+    stage: int
+    replica: int
     queue: list[Instruction]
     places: list[int]  # of the queue's instructions in the total order
     memory: int
@@ -92,7 +108,8 @@ class _Worker:
     peak_running: int = 0
     moved: int = 0
     most_versions: int = 1
-    pending: int = 0  # backwards since the last update
+    pending: int = 0  # backwards of the batch that is being accumulated
+    has_sums: bool = True  # whether there is memory to accumulate in: not between a batch set aside and the next backward
     residuals: int = 0  # microbatches between their forward and their backward
     buffers: dict[tuple[str, int], float] = field(default_factory=dict)  # when each is ready
     spans: list[Span] = field(default_factory=list)
@@ -110,13 +127,15 @@ class _Simulation:
     def __init__(self, program: Program, costs: Sequence[StageCost], link: Link) -> None:
         self.program, self.plan, self.costs, self.link = program, program.plan, costs, link
         self.schedule = SCHEDULES[self.plan.schedule]
-        queues: list[list[Instruction]] = [[] for _ in range(self.plan.depth)]
-        places: list[list[int]] = [[] for _ in range(self.plan.depth)]
+        numbers = range(len(self.plan.workers))
+        queues: list[list[Instruction]] = [[] for _ in numbers]
+        places: list[list[int]] = [[] for _ in numbers]
         for place, instruction in enumerate(program.instructions):
             queues[instruction.worker].append(instruction)
             places[instruction.worker].append(place)
-        self.workers = [self._worker(s, queues[s], places[s]) for s in range(self.plan.depth)]
+        self.workers = [self._worker(w, queues[w], places[w]) for w in numbers]
         self.link_free: dict[tuple[int, int], float] = {}
+        self.sums: dict[tuple[int, int], list[tuple[float, int]]] = {}  # by stage and batch, when and where each replica came to it
 
     def run(self) -> Prediction:
         waiting = deque(range(len(self.workers)))
@@ -136,9 +155,13 @@ class _Simulation:
                     if isinstance(head, Send) and head.to == w:
                         waiting.append(instruction.source)
                     break  # the sender does the transfer, moves both on and wakes this worker
+                elif isinstance(instruction, Update | SumSquares) and self._is_being_summed(worker, instruction.batch):
+                    break  # the last of the replicas wakes this worker
                 else:
                     _HANDLERS[type(instruction)](self, w, worker, instruction)
                     worker.position += 1
+                    if isinstance(instruction, AllReduce):
+                        waiting.extend(self.plan.stage_workers[worker.stage])
                 if worker.memory > worker.peak:
                     worker.peak = worker.memory
         self._check_end()
@@ -157,23 +180,21 @@ class _Simulation:
             return False
         if peer.places[peer.position] < worker.places[worker.position]:
             self._fail(w, f"{receive} stands before its {send} in the total order")
-        k, cost = send.microbatch, self.costs[w]
+        k, cost = send.microbatch, self.costs[worker.stage]
         if send.message == "activation":
             ready, size = self._take(w, "output", k), cost.outputs
             worker.memory -= cost.outputs - cost.kept_outputs
-            peer.memory += self.costs[send.to].inputs
-        elif send.message == "norm":
-            ready, size = self._norm(w, k), 0
-        else:
-            if self.program.clips and (k + 1) % self.plan.microbatches == 0:
-                self._take(w, "squares", k)
+            peer.memory += self.costs[peer.stage].inputs
+        elif send.message == "gradient":
             ready, size = self._take(w, "gradient", k), cost.gradient
             worker.memory -= cost.gradient
-            peer.memory += self.costs[send.to].message
+            peer.memory += self.costs[peer.stage].message
+        else:
+            ready, size = self._norm(w, k) if send.message == "norm" else self._take(w, "squares", k), 0
         starts = max(ready, self.link_free.get((w, send.to), 0.0))
         self.link_free[w, send.to] = starts + size / self.link.bandwidth
         worker.moved += size
-        arrives = {"activation": "inputs", "gradient": "message", "norm": "norm"}[send.message]
+        arrives = {"activation": "inputs", "gradient": "message", "squares": "later squares", "norm": "norm"}[send.message]
         self._put(send.to, arrives, k, self.link_free[w, send.to] + self.link.latency)
         if peer.memory > peer.peak:
             peer.peak = peer.memory
@@ -183,10 +204,11 @@ class _Simulation:
 
     def _load(self, w: int, worker: _Worker, i: Load) -> None:
         self._put(w, i.data, i.microbatch, 0.0)
-        worker.memory += self.costs[w].inputs if i.data == "inputs" else self.costs[w].labels
+        cost = self.costs[worker.stage]
+        worker.memory += cost.inputs if i.data == "inputs" else cost.labels
 
     def _forward(self, w: int, worker: _Worker, i: Forward) -> None:
-        cost, last = self.costs[w], w == self.plan.depth - 1
+        cost, last = self.costs[worker.stage], worker.stage == self.plan.depth - 1
         self._compute(w, worker, "F", i, [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)], cost.forward)
         self._put(w, "residuals", i.microbatch, worker.clock)
         self._put(w, "message" if last else "output", i.microbatch, worker.clock)
@@ -195,24 +217,57 @@ class _Simulation:
         self._exchange(w, worker, made, cost.inputs + cost.labels)
 
     def _backward(self, w: int, worker: _Worker, i: Backward) -> None:
-        cost = self.costs[w]
+        cost = self.costs[worker.stage]
         ready = [self._take(w, "residuals", i.microbatch), self._take(w, "message", i.microbatch)]
         self._compute(w, worker, "B", i, ready, cost.backward)
         worker.residuals -= 1
         self._exchange(w, worker, cost.gradient, cost.residuals + cost.message)
-        self._after_backward(w, worker, i.microbatch)
+        self._after_backward(w, worker, i)
 
     def _forward_backward(self, w: int, worker: _Worker, i: ForwardBackward) -> None:
-        cost = self.costs[w]
+        cost = self.costs[worker.stage]
         ready = [self._take(w, "inputs", i.microbatch), self._take_labels(w, i.microbatch)]
         self._compute(w, worker, "FB", i, ready, cost.forward + cost.backward)
         self._exchange(w, worker, cost.gradient, cost.inputs + cost.labels)
-        self._after_backward(w, worker, i.microbatch)
+        self._after_backward(w, worker, i)
+
+    def _all_reduce(self, w: int, worker: _Worker, i: AllReduce) -> None:
+        ready = self._take(w, "sums", i.batch)
+        arrived = self.sums.setdefault((worker.stage, i.batch), [])
+        arrived.append((max(worker.clock, ready), worker.places[worker.position]))
+        replicas = self.plan.stage_workers[worker.stage]
+        if len(arrived) < len(replicas):
+            return
+        share = 2 * (len(replicas) - 1) / len(replicas) * self.costs[worker.stage].sums
+        seconds = share / self.link.bandwidth + 2 * (len(replicas) - 1) * self.link.latency
+        for replica in replicas:
+            self.workers[replica].moved += round(share)
+            self._put(replica, "summed", i.batch, max(time for time, _ in arrived) + seconds)
+
+    def _is_being_summed(self, worker: _Worker, batch: int) -> bool:
+        """Whether other replicas have not come to the sum that this worker waits for."""
+        return 0 < len(self.sums.get((worker.stage, batch), ())) < self.plan.replicas[worker.stage]
+
+    def _sum(self, w: int, worker: _Worker, batch: int) -> float:
+        """When the gradients of the batch, over all replicas, are there."""
+        if self.plan.replicas[worker.stage] == 1:
+            if worker.pending != self._backwards_an_update(worker.stage):
+                self._fail(w, f"update {batch} after {worker.pending} backwards, expected {self._backwards_an_update(worker.stage)}")
+            return worker.clock
+        ready = self._take(w, "summed", batch)
+        if max(place for _, place in self.sums[worker.stage, batch]) > worker.places[worker.position]:
+            self._fail(w, f"{worker.queue[worker.position]} stands before the sum of {batch} in the total order")
+        return ready
 
     def _sum_squares(self, w: int, worker: _Worker, i: SumSquares) -> None:
-        if worker.pending != self.plan.microbatches:
-            self._fail(w, f"{i} after {worker.pending} backwards, expected {self.plan.microbatches}")
-        self._put(w, "squares" if w > 0 else "norm", (i.batch + 1) * self.plan.microbatches - 1, worker.clock)
+        ready = self._sum(w, worker, i.batch)
+        worker.clock = max(worker.clock, ready)
+        if self.plan.replicas[worker.stage] > 1:
+            self._put(w, "summed", i.batch, ready)  # the update takes it
+        k = (i.batch + 1) * self.plan.microbatches - 1
+        if worker.stage < self.plan.depth - 1:
+            worker.clock = max(worker.clock, self._take(w, "later squares", k))
+        self._put(w, "squares" if worker.stage > 0 else "norm", k, worker.clock)
 
     def _norm(self, w: int, k: int) -> float:
         """When the norm is there, to be sent on; the update takes it away."""
@@ -221,51 +276,62 @@ class _Simulation:
         return ready
 
     def _update(self, w: int, worker: _Worker, i: Update) -> None:
-        latest = max(worker.versions, default=None)
-        if i.batch != latest or worker.pending != self.plan.microbatches:
-            self._fail(
-                w, f"{i} after {worker.pending} backwards at version {latest}, expected {self.plan.microbatches} at version {i.batch}"
-            )
-        worker.pending = 0
+        latest, cost = max(worker.versions, default=None), self.costs[worker.stage]
+        if i.batch != latest:
+            self._fail(w, f"{i} at version {latest}, expected version {i.batch}")
+        worker.clock = max(worker.clock, self._sum(w, worker, i.batch))
+        if self.plan.replicas[worker.stage] == 1:
+            worker.pending = 0
+        elif worker.has_sums:
+            worker.memory -= cost.sums
+        worker.has_sums = True
         if self.program.clips:
             k = (i.batch + 1) * self.plan.microbatches - 1
             worker.clock = max(worker.clock, self._take(w, "norm", k))
         if i.retires is None:
-            worker.memory += self.costs[w].weights
+            worker.memory += cost.weights
         else:
             self._drop_version(w, i.retires, i)
         worker.versions.add(i.batch + 1)
         worker.most_versions = max(worker.most_versions, len(worker.versions))
-        if len(worker.versions) > self.schedule.versions_alive(self.plan, w):
-            self._fail(
-                w, f"{i} leaves versions {sorted(worker.versions)} alive, expected at most {self.schedule.versions_alive(self.plan, w)}"
-            )
-        worker.clock += self.costs[w].update
-        worker.busy += self.costs[w].update
+        most = self.schedule.versions_alive(self.plan, worker.stage)
+        if len(worker.versions) > most:
+            self._fail(w, f"{i} leaves versions {sorted(worker.versions)} alive, expected at most {most}")
+        worker.clock += cost.update
+        worker.busy += cost.update
         worker.spans[-1] = worker.spans[-1]._replace(
-            updates=True, update_time=self.costs[w].update, update_wait=worker.clock - self.costs[w].update - worker.spans[-1].end
+            updates=True, update_time=cost.update, update_wait=worker.clock - cost.update - worker.spans[-1].end
         )
         worker.sample()
 
     def _release(self, w: int, worker: _Worker, i: Release) -> None:
         self._drop_version(w, i.version, i)
-        worker.memory -= self.costs[w].weights
+        worker.memory -= self.costs[worker.stage].weights
 
     # Proofs ------------------------------------------------------------------------------------------------------------
 
-    def _worker(self, s: int, queue: list[Instruction], places: list[int]) -> _Worker:
-        start, m, cost = self.program.start, self.plan.microbatches, self.costs[s]
-        versions = set(range(self.schedule.version(self.plan, s, start * m), start + 1))
+    def _worker(self, w: int, queue: list[Instruction], places: list[int]) -> _Worker:
+        (s, replica), start = self.plan.workers[w], self.program.start
+        cost = self.costs[s]
+        versions = self._versions_between(s, replica, start)
         memory = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
-        order = [(entry.op, entry.microbatch) for entry in self.schedule.order(self.plan, s, start, self.program.end)]
-        return _Worker(queue, places, memory, versions, order)
+        order = [(entry.op, entry.microbatch) for entry in self.schedule.order(self.plan, s, replica, start, self.program.end)]
+        return _Worker(s, replica, queue, places, memory, versions, order)
+
+    def _versions_between(self, s: int, replica: int, batch: int) -> set[int]:
+        """Where the pipeline is empty before `batch`: from the version that the next microbatch reads to the newest."""
+        oldest = self.schedule.version(self.plan, s, batch * self.plan.microbatches + replica)
+        return set(range(oldest, batch * self.plan.microbatches // self.plan.microbatches_an_update(s) + 1))
+
+    def _backwards_an_update(self, s: int) -> int:
+        return self.plan.microbatches_an_update(s) // self.plan.replicas[s]
 
     def _compute(self, w: int, worker: _Worker, op: Op, i: Any, ready: list[float], seconds: float) -> None:
         k = i.microbatch
         expected = worker.expected[worker.computed : worker.computed + len(op)]
         if expected != [(letter, k) for letter in op]:
             self._fail(w, f"{i}: the schedule's next computation is {expected}")
-        version = self.schedule.version(self.plan, w, k)
+        version = self.schedule.version(self.plan, worker.stage, k)
         if i.version != version:
             self._fail(w, f"{i} reads version {i.version}, the formula says {version}")
         if version not in worker.versions:
@@ -278,17 +344,26 @@ class _Simulation:
 
     def _exchange(self, w: int, worker: _Worker, made: int, used: int) -> None:
         """Count the memory of a computation: what it makes is there before what it uses is gone."""
-        worker.peak_running = max(worker.peak_running, worker.memory + made + self.costs[w].temporary)
+        worker.peak_running = max(worker.peak_running, worker.memory + made + self.costs[worker.stage].temporary)
         worker.memory += made - used
         worker.sample()
 
-    def _after_backward(self, w: int, worker: _Worker, k: int) -> None:
-        if w > 0:
-            self._put(w, "gradient", k, worker.clock)
+    def _after_backward(self, w: int, worker: _Worker, i: Backward | ForwardBackward) -> None:
+        if worker.stage > 0:
+            self._put(w, "gradient", i.microbatch, worker.clock)
+        if not worker.has_sums:
+            worker.has_sums = True
+            worker.memory += self.costs[worker.stage].sums
         worker.pending += 1
+        replicas, every = self.plan.replicas[worker.stage], self.plan.microbatches_an_update(worker.stage)
+        if replicas > 1 and (i.microbatch // replicas + 1) % (every // replicas) == 0:
+            if worker.pending != every // replicas:
+                self._fail(w, f"{i} ends a batch after {worker.pending} backwards, expected {every // replicas}")
+            worker.pending, worker.has_sums = 0, False
+            self._put(w, "sums", i.microbatch // every, worker.clock)
 
     def _take_labels(self, w: int, k: int) -> float:
-        return self._take(w, "labels", k) if w == self.plan.depth - 1 else 0.0
+        return self._take(w, "labels", k) if self.workers[w].stage == self.plan.depth - 1 else 0.0
 
     def _take(self, w: int, kind: str, k: int) -> float:
         ready = self.workers[w].buffers.pop((kind, k), None)
@@ -311,13 +386,12 @@ class _Simulation:
         if stuck:
             notes = [(w, f"waits at {self.workers[w].queue[self.workers[w].position]}") for w in stuck]
             raise ProgramError(f"{self.plan.schedule}: deadlock, workers {stuck} wait for each other\n{self._grid(notes)}")
-        next_microbatch = self.program.end * self.plan.microbatches
         for w, worker in enumerate(self.workers):
             if worker.computed != len(worker.expected):
                 self._fail(w, f"the program ends before {worker.expected[worker.computed]}")
             if worker.buffers:
                 self._fail(w, f"left behind: {sorted(worker.buffers)}")
-            needed = set(range(self.schedule.version(self.plan, w, next_microbatch), self.program.end + 1))
+            needed = self._versions_between(worker.stage, worker.replica, self.program.end)
             if worker.versions != needed:
                 self._fail(w, f"versions {sorted(worker.versions)} are left, expected {sorted(needed)}")
 
@@ -336,7 +410,7 @@ class _Simulation:
         busy = sum(worker.busy for worker in self.workers)
         return Prediction(
             timeline=tuple(tuple(worker.spans) for worker in self.workers),
-            memory=tuple(_memory(worker, cost) for worker, cost in zip(self.workers, self.costs, strict=True)),
+            memory=tuple(_memory(worker, self.costs[worker.stage]) for worker in self.workers),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(self.workers)) if seconds else 0.0,
             peak_bytes=tuple(worker.peak for worker in self.workers),
@@ -361,6 +435,7 @@ _HANDLERS: dict[type, Callable[[_Simulation, int, _Worker, Any], None]] = {
     Forward: _Simulation._forward,
     Backward: _Simulation._backward,
     ForwardBackward: _Simulation._forward_backward,
+    AllReduce: _Simulation._all_reduce,
     SumSquares: _Simulation._sum_squares,
     Update: _Simulation._update,
     Release: _Simulation._release,

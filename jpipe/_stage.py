@@ -40,8 +40,8 @@ class StageFunctions:
 
     Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
     (sum of the losses, weight). `draw` is (microbatch, key), or (None, None) where nothing is random. A gradient message
-    is the gradient of the floating-point leaves of y, at the last stage y itself. `sums` are what a batch accumulates:
-    gradients and, at the last stage, loss and weight.
+    is (gradient of the floating-point leaves of y, weight of the microbatch), at the last stage y itself. `sums` are what a
+    batch accumulates: gradients, weight and, at the last stage, loss.
 
     Attributes:
         stack: the model.
@@ -51,6 +51,8 @@ class StageFunctions:
         optimizer: applied to each layer by itself; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
         clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
+        update_scale: a factor for the optimizer's updates.
+        sync_state: whether replicas average their layer state.
     """
 
     stack: LayerStack
@@ -61,6 +63,8 @@ class StageFunctions:
     optimizer: LayerwiseOptimizer
     specs: Specs
     clip_global_norm: float | None = None
+    update_scale: float = 1.0
+    sync_state: bool = False
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -87,32 +91,37 @@ class StageFunctions:
         message, sums = self._pull_back(vjp, y, sums)
         return message, sums, new_state
 
-    def sum_squares(self, gradients: Tree, weight: jax.Array) -> jax.Array:
+    def sum_squares(self, sums: Tree) -> jax.Array:
         """For each layer the sum of the squares of its mean gradient; the norm of all stages is made of these (see `norm_of`)."""
-        means = {layer_id: _mean(gradient, _divisor(weight)) for layer_id, gradient in gradients.items()}
+        divisor = _divisor(sums["weight"])
+        means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in sums["gradients"].items()}
         squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
         return jnp.stack([sum(layer, jnp.zeros((), self.loss_dtype)) for layer in squares])
 
     def update(
-        self, params: Tree, optimizer_state: Tree, sums: Tree, weight: jax.Array, norm: jax.Array | None = None
-    ) -> tuple[Tree, Tree, Tree, jax.Array | None]:
-        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, mean loss of the batch).
+        self, params: Tree, optimizer_state: Tree, sums: Tree, norm: jax.Array | None = None
+    ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
+        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, (mean loss, weight) of the batch).
 
-        `weight` is that of the batch, the same at all stages, and at the last one taken out of `sums`; the loss is None at
-        the others. A batch whose weights are all zero teaches nothing: its gradient and its loss are zero. Where gradients
-        are clipped, `norm` is that of all stages.
+        The loss is known at the last stage only. A batch whose weights are all zero teaches nothing: its gradient and its loss are
+        zero. Where gradients are clipped, `norm` is that of all stages.
         """
-        divisor = _divisor(weight)
+        divisor = _divisor(sums["weight"])
         new_params, new_state = {}, {}
         for layer_id, gradient in sums["gradients"].items():
             mean = _mean(gradient, divisor)
             if norm is not None:
                 mean = jax.tree.map(lambda g: _clip(g, norm, self.clip_global_norm), mean)
-            new_params[layer_id], new_state[layer_id] = self.optimizer.update(layer_id, mean, optimizer_state[layer_id], params[layer_id])
+            new_params[layer_id], new_state[layer_id] = self.optimizer.update(
+                layer_id, mean, optimizer_state[layer_id], params[layer_id], self.update_scale
+            )
         zeros = jax.tree.map(jnp.zeros_like, sums)
-        if not self.last:
-            return new_params, new_state, zeros, None
-        return new_params, new_state, zeros | {"weight": jnp.zeros_like(weight)}, sums["loss"] / divisor
+        return new_params, new_state, zeros, (sums["loss"] / divisor, sums["weight"]) if self.last else None
+
+    def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
+        """What replicas have summed, (sums, layer state), with the (mean loss, weight) of the batch, known at the last stage."""
+        sums, state = summed
+        return sums, state, (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum of the losses, weight)."""
@@ -125,10 +134,21 @@ class StageFunctions:
 
     def zero_sums(self, params: Tree) -> Tree:
         """Sums of a batch of which nothing has been seen."""
-        sums = {"gradients": jax.tree.map(jnp.zeros_like, params)}
-        if self.last:
-            sums |= {"loss": jnp.zeros((), self.loss_dtype), "weight": jnp.zeros((), self.loss_dtype)}
-        return sums
+        numbers = ("loss", "weight") if self.last else ("weight",)
+        return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
+
+    def average_state(self, now: Tree, then: Tree, total: list[jax.Array]) -> Tree:
+        """The layer state `now`, moved by what the mean over the replicas was away from the own state `then`.
+
+        `total` is the sum of the floating-point leaves of `then` over the replicas; other leaves stay each replica's own. Where no
+        forward ran in between the result is the mean.
+        """
+        leaves, form = jax.tree.flatten(now)
+        places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+        for i, old, added in zip(places, floats_of(then), total, strict=True):
+            mean = added / self.stage.replicas
+            leaves[i] = jnp.where(leaves[i] == old, mean, leaves[i] + (mean - old))
+        return jax.tree.unflatten(form, leaves)
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -158,7 +178,7 @@ class StageFunctions:
             if self.last:
                 total, weight = self._loss_of(y, labels)
                 return [total], ((total, weight), new_state)
-            return [leaf for leaf in jax.tree.leaves(y) if _is_float(leaf)], (y, new_state)
+            return floats_of(y), (y, new_state)
 
         if self.stage.recompute == "full":
             stage = jax.checkpoint(stage)
@@ -174,12 +194,13 @@ class StageFunctions:
         return outputs, jax.tree.leaves(vjp)
 
     def _pull_back(self, vjp: Any, message: Tree, sums: Tree) -> tuple[Tree, Tree]:
-        """Apply the VJP to a gradient message, at the last stage to (sum, weight); (gradient message for before, new sums)."""
-        gradients, x_gradient = vjp([jnp.ones_like(message[0])] if self.last else message)
-        added = {"gradients": jax.tree.map(jnp.add, sums["gradients"], gradients)}
+        """Apply the VJP to a gradient message: (gradient message for the stage before, new sums)."""
+        gradient, weight = message
+        gradients, x_gradient = vjp([jnp.ones_like(gradient)] if self.last else gradient)
+        added = {"gradients": jax.tree.map(jnp.add, sums["gradients"], gradients), "weight": sums["weight"] + weight}
         if self.last:
-            added |= {"loss": sums["loss"] + message[0], "weight": sums["weight"] + message[1]}
-        return x_gradient, added
+            added["loss"] = sums["loss"] + gradient  # the message is (sum of the losses, weight)
+        return (x_gradient, weight), added
 
     def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
         result = self.loss(outputs, labels)
@@ -211,6 +232,11 @@ def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Ar
     """As `optax.clip_by_global_norm` does; a norm that is not a number makes all gradients so."""
     assert largest is not None
     return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)
+
+
+def floats_of(tree: Tree) -> list[Any]:
+    """The floating-point leaves (or specs), in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 
 
 def _is_float(leaf: Any) -> bool:

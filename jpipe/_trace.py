@@ -59,7 +59,7 @@ class Tracer:
         self._began = time.perf_counter()
         self._open = True
         _switch_often(True)
-        self._watchers = [_Watcher(self._began) for _ in range(plan.depth)]
+        self._watchers = [_Watcher(self._began) for _ in plan.workers]
 
     def __call__(self, event: Event) -> None:
         """Take note of one instruction."""
@@ -78,7 +78,7 @@ class Tracer:
         for watcher in self._watchers:
             if watcher.error is not None:
                 raise watcher.error
-        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan.microbatches, self._clips)
+        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._clips)
         return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class _Watcher:
         sizes, held = self._sizes, self._buffers
         named = ("optimizer", state.optimizer), ("sums", state.sums), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
-            if name not in sizes:
+            if sizes.get(name, 0) == 0:  # sums may be set aside at first
                 sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for name in held.keys() - state.buffers.keys():
             del held[name]
@@ -171,16 +171,16 @@ class _Watcher:
         residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
         other = sizes["state"] + sum(held.values()) - residuals
         weights = {version: sizes[version] for version in sorted(state.versions)}
-        return MemorySample(0.0, weights, sizes["optimizer"], sizes["sums"], residuals, other)
+        return MemorySample(0.0, weights, sizes["optimizer"], sizes["sums"] if state.sums is not None else 0, residuals, other)
 
 
 _Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)
 
 
-def _timeline(workers: Sequence[Sequence[_Computation]], microbatches: int, clips: bool) -> Timeline:
+def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, clips: bool) -> Timeline:
     """Spans from the ends of the computations and what each had to wait for."""
     computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
-    waits_for = {key: [k for k in _inputs(key, microbatches, clips) if k in computations] for key in computations}
+    waits_for = {key: [k for k in _inputs(key, plan, clips) if k in computations] for key in computations}
     for s, own in enumerate(workers):
         for before, after in itertools.pairwise(own):
             waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
@@ -204,16 +204,19 @@ def _key(worker: int, instruction: _Instruction) -> _Key:
     return worker, _OPS[type(instruction)], instruction.microbatch
 
 
-def _inputs(key: _Key, microbatches: int, clips: bool) -> list[_Key]:
-    """What a computation may get its input from: the neighbour's, or for an update that clips the first stage's last backward."""
+def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
+    """What a computation may get its input from: a neighbour's; an update from all replicas, or where it clips from all stages."""
     worker, op, k = key
+    s = plan.workers[worker][0]
     match op:
         case "F" | "FB":
-            return [(worker - 1, "F", k)]
+            return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
         case "B":
-            return [(worker + 1, after, k) for after in ("B", "FB")]
+            return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
         case _:
-            return [(0, after, (k + 1) * microbatches - 1) for after in ("B", "FB")] if clips else []
+            summed = 0 if clips else s  # the first stage's gradients are the last to be there
+            end = (k + 1) * plan.microbatches_an_update(s)
+            return [(plan.worker(summed, j), op, j) for j in range(end - plan.replicas[summed], end) for op in ("B", "FB")]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -229,22 +232,25 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
     return ends
 
 
-def fit_costs(costs: Sequence[StageCost], timeline: Timeline) -> tuple[StageCost, ...]:
-    """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline.
+def fit_costs(costs: Sequence[StageCost], timeline: Timeline, replicas: Sequence[int] | None = None) -> tuple[StageCost, ...]:
+    """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
 
     Where forward and backward are one computation, its time is divided as they are in `costs`; a time that was never measured
     becomes 0.
 
     Args:
         costs: one for each stage; their bytes are kept.
-        timeline: in seconds, a row for each stage.
+        timeline: in seconds, a row for each worker.
+        replicas: of each stage; one each by default.
 
     Raises:
-        InputError: not as many costs as rows.
+        InputError: not as many costs as stages in the timeline.
     """
-    if len(costs) != len(timeline):
+    replicas = (1,) * len(costs) if replicas is None else replicas
+    if len(costs) != len(replicas) or sum(replicas) != len(timeline):
         raise InputError(f"fit_costs: expected one cost for each of the timeline's {len(timeline)} workers, found {len(costs)}")
-    return tuple(_fit(cost, spans) for cost, spans in zip(costs, timeline, strict=True))
+    rows = iter(timeline)
+    return tuple(_fit(cost, [span for _ in range(count) for span in next(rows)]) for cost, count in zip(costs, replicas, strict=True))
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:

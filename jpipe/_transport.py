@@ -1,41 +1,256 @@
 """The only code that knows how an array gets from one worker to another."""
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jpipe._program import Message
+from jpipe._links import Link, Reduction
+from jpipe._processes import Processes
+from jpipe._program import AllReduce, Receive, Send
 
 Tree = Any
+Devices = tuple[jax.Device, ...]
 
 
-class LocalTransport:
-    """Between devices of one process: `jax.device_put`, asynchronous. The mailbox holds what was sent and not yet received."""
+class Transport:
+    """Between workers of one process: `jax.device_put`, asynchronous. Between processes: collectives over just the devices concerned.
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
+    has a thread of its own, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
+    in the order of the program, which is the same in all processes, and never from two threads.
+
+    Args:
+        devices: of each worker; those of this process are served.
+        stage_workers: the workers of each stage, replica by replica.
+        processes: the processes of the run; None where there is one.
+        threads: whether collectives have threads of their own; by default on CPUs only.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        stage_workers: Sequence[Sequence[int]],
+        processes: Processes | None = None,
+        threads: bool | None = None,
+    ) -> None:
+        own = jax.process_index()
         self._devices = devices
-        self._mailbox: dict[tuple[int, Message, int], Tree] = {}
+        self._processes = processes
+        self._threads = all(device.platform == "cpu" for device in devices) if threads is None else threads
+        self._local = frozenset(w for w, device in enumerate(devices) if device.process_index == own)
+        self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
+        self._used: dict[Devices, Link | Reduction] = {}  # in the order in which all processes connect
+        self._specs: dict[tuple[int, int, str], Tree] = {}  # of what comes from other processes, by sender, receiver, message
+        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
+        self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
+
+    def compile(self, sends: Iterable[tuple[Send, Tree]], sums: Mapping[int, Tree]) -> None:
+        """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
+
+        Args:
+            sends: sends of all workers with the specs of what they move.
+            sums: by stage's first worker, the spec of what its replicas sum.
+        """
+        for send, spec in sends:
+            link = self._devices[send.worker], self._devices[send.to]
+            if link[0].process_index != link[1].process_index and not self._local.isdisjoint((send.worker, send.to)):
+                link_between(*link).compile(spec)
+                self._used[link] = link_between(*link)
+                self._specs[send.worker, send.to, send.message] = spec
+        for first, spec in sums.items():
+            group = self._group(self._replicas[first])
+            if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
+                reduction_over(group).compile(spec)
+                self._used[group] = reduction_over(group)
+
+    def connect(self) -> None:
+        """Open the connections to other processes; all processes call it, once all have compiled."""
+        for collective in self._used.values():
+            collective.connect()
 
     def load(self, worker: int, data: Tree) -> Tree:
-        """Bring host arrays that nobody will write to (see `rows`) to a worker."""
+        """Bring host arrays that nobody will write to (see `rows`) to a worker of this process."""
         return jax.device_put(data, self._devices[worker])
 
-    def send(self, to: int, message: Message, microbatch: int, tree: Tree) -> None:
-        """Start moving a message to the worker `to`."""
-        self._mailbox[to, message, microbatch] = jax.device_put(tree, self._devices[to])
+    def send(self, i: Send, k: int, tree: Tree) -> None:
+        """Start moving a message about microbatch `k` to the worker `i.to`."""
+        if i.to in self._local:
+            self._mailbox[i.to, i.message, k] = jax.device_put(tree, self._devices[i.to])
+            return
+        link = self._devices[i.worker], self._devices[i.to]
+        self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), link[1].process_index)
 
-    def receive(self, worker: int, message: Message, microbatch: int) -> Tree:
-        """Take a message that was sent to `worker`."""
-        return self._mailbox.pop((worker, message, microbatch))
+    def receive(self, i: Receive, k: int) -> Tree:
+        """Take a message that was sent to the worker; from another process perhaps a `Coming`."""
+        if i.source in self._local:
+            return self._mailbox.pop((i.worker, i.message, k))
+        link, spec = (self._devices[i.source], self._devices[i.worker]), self._specs[i.source, i.worker, i.message]
+        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), link[0].process_index)
+
+    def all_reduce(
+        self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: Callable[[Tree], Tree]
+    ) -> Mapping[int, Tree]:
+        """Give a replica's part of the sum of `batch`, which is used up.
+
+        Args:
+            i: the instruction.
+            batch: as counted in the run.
+            part: what this replica has.
+            add: the sum of two parts, on the device of the first replica of this process.
+
+            finish: what the replicas get of the sum.
+
+        Returns:
+            When the last replica of this process has given its part: for each of them `finish` of the sum over all replicas, perhaps
+            a `Coming`; added in the order of the replicas, or where several are in a process in the order of processes. Before: nothing.
+        """
+        replicas = self._replicas[i.worker]
+        own = [w for w in replicas if w in self._local]
+        parts = self._parts.setdefault((replicas[0], batch), {})
+        parts[i.worker] = part, add, finish
+        if len(parts) < len(own):
+            return {}
+        del self._parts[replicas[0], batch]
+        (total, add, finish), group = parts.pop(own[0]), self._group(replicas)
+        for w in own[1:]:
+            total = add(total, jax.device_put(parts.pop(w)[0], self._devices[own[0]]))
+        if len(group) == 1:
+            return self._copies(finish(total), own)
+        others = next(device.process_index for device in group if device.process_index != jax.process_index())
+        coming = self._call(group, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others)
+        return {w: coming[w] for w in own}
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _group(self, replicas: Sequence[int]) -> Devices:
+        """One device of each process that holds some of the replicas: that of its first one."""
+        first: dict[int, jax.Device] = {}
+        for w in replicas:
+            first.setdefault(self._devices[w].process_index, self._devices[w])
+        return tuple(first.values())
+
+    def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
+        """The sum on each worker's device, in memory of its own: each will write into it."""
+        copies = {workers[0]: total}
+        for w in workers[1:]:
+            moved = jax.device_put(total, self._devices[w])
+            copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
+        return copies
+
+    def _call(self, lane: Devices, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int) -> Tree:
+        """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
+        assert self._processes is not None
+        if not self._threads:
+            with self._processes.waiting(words, on):
+                return transfer()
+        return Coming(lane_of(lane).put(transfer, needs), words, on, self._processes)
+
+
+class Coming:
+    """What another process sends, while it is on its way."""
+
+    def __init__(self, future: "Future[Tree]", words: object, on: int, processes: Processes, keys: tuple[int, ...] = ()) -> None:
+        self._future, self._words, self._on, self._processes, self._keys = future, words, on, processes, keys
+
+    def __getitem__(self, key: int) -> "Coming":
+        """One entry of what comes."""
+        return Coming(self._future, self._words, self._on, self._processes, (*self._keys, key))
+
+    def wait(self) -> Tree:
+        """The arrays.
+
+        Raises:
+            PeerLost: a process of the run died, hung or stopped.
+        """
+        if not self._future.done():
+            with self._processes.waiting(self._words, self._on):
+                while not self._future.done():
+                    self._processes.check()
+                    with contextlib.suppress(TimeoutError):
+                        self._future.exception(timeout=_LOOK_SECONDS)
+        if self._future.exception() is not None:  # mostly because a process is gone; who it was is known soon
+            for _ in range(round(_BLAME_SECONDS / _LOOK_SECONDS)):
+                self._processes.check()
+                time.sleep(_LOOK_SECONDS)
+        tree = self._future.result()
+        for key in self._keys:
+            tree = tree[key]
+        return tree
+
+
+_LOOK_SECONDS = 0.5
+_BLAME_SECONDS = 20.0
+
+
+def arrived(tree: Tree) -> Tree:
+    """The arrays of a message, waited for if they are still coming from another process."""
+    return tree.wait() if isinstance(tree, Coming) else tree
+
+
+class _Words(NamedTuple):
+    """What a process waits for, put into words only when somebody asks."""
+
+    instruction: Send | Receive | AllReduce
+    number: int
+
+    def __str__(self) -> str:
+        match self.instruction:
+            case AllReduce(worker=worker):
+                return f"the sum of the gradients of batch {self.number} over the replicas of worker {worker}"
+            case Receive(message=message, source=source):
+                return f"the {message} of microbatch {self.number} from worker {source}"
+            case Send(message=message, to=to):
+                return f"worker {to} to take the {message} of microbatch {self.number}"
+
+
+class _Lane:
+    """A thread that does transfers, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Future[Tree]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+
+    def put(self, transfer: Callable[[], Tree], needs: Tree) -> "Future[Tree]":
+        future: Future[Tree] = Future()
+        self._queue.put((transfer, needs, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            transfer, needs, future = self._queue.get()
+            try:
+                jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
+                future.set_result(transfer())
+            except BaseException as error:
+                future.set_exception(error)
+            del transfer, needs, future  # while this thread waits, nothing that was moved is kept alive
+
+
+# One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
+link_between = functools.cache(Link)
+reduction_over = functools.cache(Reduction)
+
+
+@functools.cache
+def lane_of(devices: Devices) -> _Lane:
+    """The thread of a link or of a group of replicas."""
+    return _Lane()
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:
     """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once."""
-    return jax.tree.map(lambda leaf: leaf[start:stop].copy(), batch)
+    return jax.tree.map(lambda leaf: np.array(leaf[start:stop]), batch)
 
 
 def to_host(batch: Tree) -> Tree:
-    """The batch as NumPy arrays (no copy where they are already)."""
-    return jax.tree.map(np.asarray, batch)
+    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)

@@ -48,7 +48,7 @@ class Measure:
         if self._tracer is None:
             return
         trace, self._tracer = self._tracer.finish(), None
-        self._costs = jpipe.fit_costs(self._costs, trace.timeline)
+        self._costs = jpipe.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
         self._window = self._first, self._batches
         self.measured = jpipe.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 

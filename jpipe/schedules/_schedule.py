@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 
@@ -16,9 +17,14 @@ class Shape(Protocol):
     @property
     def microbatches(self) -> int: ...
     @property
+    def replicas(self) -> tuple[int, ...]: ...
+    @property
     def extra_in_flight(self) -> int: ...
     @property
+    def noam(self) -> bool: ...
+    @property
     def vertical_sync(self) -> bool: ...
+    def microbatches_an_update(self, s: int) -> int: ...
 
 
 class Compute(NamedTuple):
@@ -30,17 +36,18 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. In all functions s is a stage, k a microbatch, m = `plan.microbatches`, d = `plan.depth`; all count from 0.
+    """A pipeline schedule. In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`,
+    d = `plan.depth`; all count from 0. Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`.
 
     Attributes:
         name: what plans call it.
         flushes: whether the pipeline is empty after each batch.
-        in_flight: `(plan, s) -> n_s`, forwards that stage s does before its first backward.
+        in_flight: `(plan, s) -> n_s`, forwards that a replica of stage s does before its first backward.
         version: `(plan, s, k) -> v`, the weight version (updates applied) that forward and backward of k read at stage s;
             does not decrease with k.
-        versions_alive: `(plan, s) -> int`, how many versions stage s holds at most.
+        versions_alive: `(plan, s) -> int`, how many versions a replica of stage s holds at most.
         complaint: `(plan) -> str`, why the schedule cannot run this plan, or "".
     """
 
@@ -51,22 +58,23 @@ class Schedule:
     versions_alive: Callable[[Shape, int], int]
     complaint: Callable[[Shape], str]
 
-    def order(self, plan: Shape, s: int, start: int, stop: int) -> Iterator[Compute]:
-        """The computations of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+    def order(self, plan: Shape, s: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
+        """The computations of one replica of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
 
         Args:
             plan: what is run.
             s: the stage.
+            replica: which of its replicas.
             start: the first batch.
             stop: one past the last batch.
         """
-        m = plan.microbatches
+        replicas = plan.replicas[s]
+        own = plan.microbatches // replicas  # microbatches of each batch
         ahead = self.in_flight(plan, s)
-        if self.flushes:
-            for batch in range(start, stop):
-                yield from one_forward_one_backward(batch * m, (batch + 1) * m, ahead)
-        else:
-            yield from one_forward_one_backward(start * m, stop * m, ahead)
+        spans = ((batch, batch + 1) for batch in range(start, stop)) if self.flushes else iter([(start, stop)])
+        for first, end in spans:
+            for op, index in one_forward_one_backward(first * own, end * own, ahead):
+                yield Compute(op, index * replicas + replica)
 
 
 def one_forward_one_backward(first: int, end: int, ahead: int) -> Iterator[Compute]:
@@ -80,8 +88,27 @@ def one_forward_one_backward(first: int, end: int, ahead: int) -> Iterator[Compu
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
-    """n_s that keeps every stage of a straight pipeline busy: 1 at the last stage, and 1 + extra_in_flight more for each link."""
-    return 1 + (1 + plan.extra_in_flight) * (plan.depth - 1 - s)
+    """n_s that keeps every worker busy: 1 at the last stage; before it, 1 + what the next stage has in flight, shared by the replicas.
+
+    n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight, d - s in a straight pipeline. With `plan.noam` the number of
+    PipeDream's section 3.2 (NOAM): ceil(workers of stage s and after it / r_s).
+    """
+    return _all_in_flight(plan.replicas, plan.extra_in_flight, plan.noam)[s]
+
+
+@lru_cache(maxsize=64)
+def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[int, ...]:
+    if noam:
+        return tuple(-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas))
+    ahead = [1]
+    for after, own in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
+        ahead.append(1 + -(-ahead[-1] * after // own) + extra)
+    return tuple(reversed(ahead))
+
+
+def slots_late(plan: Shape, s: int) -> int:
+    """How many forwards later than it could a stage reads a new version: 1 where an all-reduce is to be hidden behind one, else 0."""
+    return int(plan.replicas[s] > 1 and not plan.noam)
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
@@ -89,14 +116,28 @@ def synchronous_version(plan: Shape, s: int, k: int) -> int:
     return k // plan.microbatches
 
 
-def delayed_version(plan: Shape, k: int, ahead: int) -> int:
-    """The newest version there is when a stage with `ahead` in flight does forward k: floor(max(k - (ahead - 1), 0) / m)."""
-    return max(k - (ahead - 1), 0) // plan.microbatches
+def delayed_version(plan: Shape, s: int, k: int) -> int:
+    """The newest version there is when a replica of stage s, with n_s in flight, comes to the forward of k.
+
+    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `slots_late`, M_s = `plan.microbatches_an_update(s)`;
+    floor(max(k - (n_s - 1), 0) / m) in a straight pipeline.
+    """
+    replicas = plan.replicas[s]
+    done = k // replicas - (pipeline_in_flight(plan, s) - 1) - slots_late(plan, s)
+    return max(done, 0) * replicas // plan.microbatches_an_update(s)
 
 
-def delayed_versions_alive(plan: Shape, ahead: int) -> int:
-    """Versions between the one of the oldest microbatch in flight and the newest: ceil((ahead - 1) / m) + 1."""
-    return -(-(ahead - 1) // plan.microbatches) + 1
+def delayed_versions_alive(plan: Shape, s: int, leader: int) -> int:
+    """The version that the next microbatch reads to the newest: ceil((n - 1 + l) / (M / r)) + 1, where n, l and r are those of `leader`.
+
+    Stage s itself, or under vertical sync the first stage, decides which versions are read. A stage that hides a sum (l = 1) holds
+    the last one of them only when it is drained.
+    """
+    replicas = plan.replicas[leader]
+    ahead = (pipeline_in_flight(plan, leader) - 1 + slots_late(plan, leader)) * replicas
+    if leader != s:  # kept for the last of the leader's replicas
+        ahead += replicas - 1
+    return -(-ahead // plan.microbatches_an_update(s)) + 1
 
 
 def no_complaint(plan: Shape) -> str:

@@ -16,7 +16,7 @@ from jpipe.schedules._schedule import Schedule, refuse_extra_in_flight, synchron
 GPIPE = Schedule(
     name="gpipe",
     flushes=True,
-    in_flight=lambda plan, s: plan.microbatches,
+    in_flight=lambda plan, s: plan.microbatches // plan.replicas[s],
     version=synchronous_version,
     versions_alive=lambda plan, s: 1,
     complaint=refuse_extra_in_flight,

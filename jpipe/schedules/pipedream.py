@@ -13,10 +13,14 @@ Versions alive: ceil((n_s - 1) / m) + 1.
 With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m): W(t - d + 1), staleness
 d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions.
 
-Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4 and 9.
+Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
+Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), where l = 1 hides the sum behind one forward and backward
+(l = 0 with `noam`, and for r_s = 1), and M_s, the microbatches of an update, is m, or r_s with update_every "replicas".
+
+Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
 
-from jpipe.schedules._schedule import Schedule, Shape, delayed_version, delayed_versions_alive, no_complaint, pipeline_in_flight
+from jpipe.schedules._schedule import Schedule, Shape, delayed_version, delayed_versions_alive, pipeline_in_flight
 
 
 def _leader(plan: Shape, s: int) -> int:
@@ -24,11 +28,21 @@ def _leader(plan: Shape, s: int) -> int:
     return 0 if plan.vertical_sync else s
 
 
+def _complaint(plan: Shape) -> str:
+    rates = {plan.microbatches_an_update(s) for s in range(plan.depth)}
+    if plan.vertical_sync and len(rates) > 1:
+        return (
+            f"vertical_sync needs stages that update together, found replicas {list(plan.replicas)} with update_every 'replicas'; "
+            "use update_every 'batch'"
+        )
+    return ""
+
+
 PIPEDREAM = Schedule(
     name="pipedream",
     flushes=False,
     in_flight=pipeline_in_flight,
-    version=lambda plan, s, k: delayed_version(plan, k, pipeline_in_flight(plan, _leader(plan, s))),
-    versions_alive=lambda plan, s: delayed_versions_alive(plan, pipeline_in_flight(plan, _leader(plan, s))),
-    complaint=no_complaint,
+    version=lambda plan, s, k: delayed_version(plan, _leader(plan, s), k),
+    versions_alive=lambda plan, s: delayed_versions_alive(plan, s, _leader(plan, s)),
+    complaint=_complaint,
 )

@@ -8,19 +8,26 @@
     worker 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0*    -    - FB3.0    -     - FB4.0    -    - FB5.0*  -    -     .  .     .  .
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
-Legal for m >= max(d, n_0 - 1). Reference: PipeDream-2BW (ICML 2021), section 3.1, figure 2.
+Legal where m >= d and, at every stage, m >= r_s (n_s - 1), with replicas r_s n_s: w pipelines side by side have m / w >= d
+microbatches each, as the paper asks. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
+
+import math
 
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _too_few_microbatches(plan: Shape) -> str:
-    least = max(plan.depth, pipeline_in_flight(plan, 0) - 1)
+    # A stage reads W(t) when it has done all but its last n_s - 1 microbatches of batch t; a sum over replicas takes one more slot.
+    needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
+    common = math.lcm(*plan.replicas)
+    least = -(-max(plan.depth, *needs) // common) * common
     if plan.microbatches < least:
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
+        replicas = f" with replicas {list(plan.replicas)}" if common > 1 else ""
         return (
-            f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{extra}, found microbatches "
-            f"{plan.microbatches}; raise microbatches or use fewer stages"
+            f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{replicas}{extra}, "
+            f"found microbatches {plan.microbatches}; raise microbatches or use fewer stages"
         )
     return ""
 

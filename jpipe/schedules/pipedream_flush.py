@@ -16,7 +16,7 @@ from jpipe.schedules._schedule import Schedule, no_complaint, pipeline_in_flight
 PIPEDREAM_FLUSH = Schedule(
     name="pipedream_flush",
     flushes=True,
-    in_flight=lambda plan, s: min(pipeline_in_flight(plan, s), plan.microbatches),
+    in_flight=lambda plan, s: min(pipeline_in_flight(plan, s), plan.microbatches // plan.replicas[s]),
     version=synchronous_version,
     versions_alive=lambda plan, s: 1,
     complaint=no_complaint,

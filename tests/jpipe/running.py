@@ -67,16 +67,19 @@ def train_as_one_function(pipe: Pipeline, batches) -> Trained:
 
 def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]) -> None:
     """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference."""
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
+    devices = None if len(plan.workers) == plan.depth else [jax.devices()[s] for s, _ in plan.workers]  # replicas share what is compiled
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices)
     batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages
+    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
-        names = ("forward", "backward", "forward_backward", "update")
-        JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
-    expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches)
+        names = ("forward", "backward", "forward_backward", "update", "average_state")
+        add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
+        JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
     for drains in (set(), drain_after):
+        always = range(REFERENCE_BATCHES) if plan.schedule in reference.FLUSHING else [*drains, REFERENCE_BATCHES - 1]
+        expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
         state, losses, weights = models.copied(fresh), {}, {}
         for t, batch in enumerate(batches):
             state, metrics = pipe.step(state, batch)
@@ -86,14 +89,13 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         state = pipe.drain(state)
         check_equal(losses, expected.losses)
         check_equal(weights, expected.weights)
-        for s, worker in enumerate(state.workers):
-            oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches)
-            assert sorted(worker.versions) == list(range(oldest, REFERENCE_BATCHES + 1)), (
-                f"stage {s} keeps what the next microbatches read, no more"
-            )
+        for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
+            updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)
+            oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches + replica)
+            assert sorted(worker.versions) == list(range(oldest, updates + 1)), f"stage {s} keeps what the next microbatches read, no more"
             check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
             check_equal(worker.optimizer, expected.optimizer[s])
-            check_equal(worker.layer_state, expected.layer_state[s])
+            check_equal(worker.layer_state, expected.layer_state[s][replica])
             assert not worker.buffers, f"stage {s} is empty after a drain"
 
 

@@ -222,10 +222,39 @@ def test_recomputation_for_each_stage_must_name_each():
         Plan.even(IDS, 2, "gpipe", 2, recompute=["full"] * 3)
 
 
-def test_replicas_are_refused_for_now():
-    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": IDS, "replicas": 2}])
-    with pytest.raises(InputError, match=r"^plan: replicas above 1 are not supported yet; use 1 replica a stage$"):
-        Pipeline(STACK, plan, models.squares, models.momentum())
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"microbatches": 4, "replicas": (3, 2)},
+            r"^plan: microbatches: expected a multiple of the replicas of each stage, \[3, 2\], so of 6, found 4; use 6",
+        ),
+        ({"microbatches": 2, "replicas": (2,)}, r"^plan: expected one number of replicas for all or one for each of 2 stages, found 1$"),
+        (
+            {"microbatches": 2, "schedule": "gpipe", "noam": True},
+            r"^plan: noam is an option of the schedule 'pipedream', found schedule 'gpipe'; remove it$",
+        ),
+        (
+            {"microbatches": 2, "noam": True, "extra_in_flight": 1},
+            r"^plan: noam fixes the number in flight: expected extra_in_flight 0, found 1$",
+        ),
+        (
+            {"microbatches": 2, "scale_learning_rate": True},
+            r"^plan: scale_learning_rate is for update_every 'replicas', found 'batch'; remove it$",
+        ),
+        (
+            {"microbatches": 2, "replicas": (2, 1), "vertical_sync": True, "update_every": "replicas"},
+            r"^plan: vertical_sync needs stages that update together, found replicas \[2, 1\]",
+        ),
+        (
+            {"microbatches": 2, "replicas": 2, "schedule": "pipedream_2bw"},
+            r"needs at least 4 microbatches for 2 stages with replicas \[2, 2\], found microbatches 2",
+        ),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        Plan.even(IDS, **{"num_stages": 2, "schedule": "pipedream", **fields})
 
 
 def test_devices_must_be_one_for_each_stage():
@@ -235,7 +264,9 @@ def test_devices_must_be_one_for_each_stage():
 
 
 def test_a_placement_on_a_device_that_is_not_there_is_refused():
-    with pytest.raises(InputError, match=r"^plan: placement names device 64, but there are 8 local devices \(0 to 7\)$"):
+    with pytest.raises(
+        InputError, match=r"^plan: placement names device 64, but there are 8 devices \(0 to 7\)\nworkers:\n  stage 0: w0\n"
+    ):
         pipeline(placement=((0,), (64,))).init(jax.random.key(0), models.batches_of(1, 4)[0])
 
 

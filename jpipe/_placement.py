@@ -1,0 +1,83 @@
+"""Which device each worker gets, and a picture of it in text."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jpipe._errors import InputError
+from jpipe._plan import Plan
+
+
+def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.Device, ...]:
+    """The device of each worker.
+
+    Args:
+        plan: its `placement`, or what its `keep_together` says.
+        devices: one for each worker, in their order. None: all devices of all processes, by process; where there are fewer devices
+            than workers, neighbouring workers share one.
+
+    Raises:
+        InputError: a number of devices that does not fit, with both grids; devices of different kinds.
+    """
+    count = len(plan.workers)
+    if devices is not None:
+        if len(devices) != count:
+            each = "stage" if count == plan.depth else "worker"
+            raise InputError(f"devices: expected {count}, one for each {each}, found {len(devices)}")
+        return _alike(plan, tuple(devices))
+    everywhere = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if plan.placement is not None:
+        numbers = [number for replicas in plan.placement for number in replicas]
+        if max(numbers) >= len(everywhere):
+            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
+            raise InputError(f"plan: placement names device {max(numbers)}, but {found}", *_both_grids(plan, everywhere))
+        return _alike(plan, tuple(everywhere[number] for number in numbers))
+    processes = jax.process_count()
+    if processes > 1 and count < len(everywhere):
+        raise InputError(
+            f"plan: expected at least as many workers as devices in a run of {processes} processes, found {count} workers for "
+            f"{len(everywhere)} devices; change stages, replicas or the number of processes, or name the devices in placement",
+            *_both_grids(plan, everywhere),
+        )
+    order = sorted(range(count), key=lambda w: w if plan.keep_together == "replicas" else (plan.workers[w][1], plan.workers[w][0]))
+    placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(order)}
+    return _alike(plan, tuple(placed[w] for w in range(count)))
+
+
+def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
+    """Where each worker runs, as text: a row for each stage, a column for each replica; `w` counts workers, `p` processes.
+
+    Args:
+        plan: what runs.
+        devices: of each worker, as `place` gives them.
+    """
+    several = len({device.process_index for device in devices}) > 1
+    cells = [f"w{w} {f'p{device.process_index} ' if several else ''}{device.platform}:{device.id}" for w, device in enumerate(devices)]
+    rows = [[cells[w] for w in workers] for workers in plan.stage_workers]
+    columns = max(len(row) for row in rows)
+    table = [["", *(f"replica {r}" for r in range(columns))], *([f"stage {s}", *row] for s, row in enumerate(rows))]
+    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(columns + 1)]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in table)
+
+
+def _alike(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
+    kinds = {device.device_kind: device for device in reversed(devices)}
+    if len(kinds) > 1:
+        found = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))
+        raise InputError(f"devices: expected devices of one kind, found {found}; run on one kind of device")
+    idle = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if idle and jax.process_count() > 1:
+        raise InputError(
+            f"plan: expected a worker in every process, found none in process {min(idle)}; place one there, or start fewer processes",
+            *placement_grid(plan, devices).splitlines(),
+        )
+    return devices
+
+
+def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
+    """The workers and the devices, one under the other."""
+    workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
+    of: dict[int, list[str]] = {}
+    for device in devices:
+        of.setdefault(device.process_index, []).append(f"{device.platform}:{device.id}")
+    return ["workers:", *workers, "devices:", *(f"  process {p}: {' '.join(names)}" for p, names in of.items())]
