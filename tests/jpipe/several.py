@@ -1,63 +1,137 @@
 """The program that the tests of several processes run in each of them, and how they start it.
 
-`python -m tests.jpipe.several ADDRESS COUNT INDEX FILE` trains every case in turn and writes what it found to FILE; with COUNT 1 all
-workers are in one process.
+`python -m tests.jpipe.several train ADDRESS COUNT INDEX FILE` trains the cases for COUNT processes, one after the other, and writes all
+that it found to FILE; with COUNT 1 those of every count, all workers in one process. `endless` trains one case until it is killed.
 """
 
+import contextlib
+import functools
+import os
+import socket
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-CASES: dict[str, dict] = {
-    "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
-    "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
-    "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
-    "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
-    "vertical_sync": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True},
-    "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3},
-    "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
-    "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
-    "round_robin": {"num_stages": 2, "schedule": "pipedream", "microbatches": 6, "replicas": (3, 2), "placement": [[0, 0, 1], [1, 0]]},
+CASES: dict[int, dict[str, dict]] = {
+    2: {
+        "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
+        "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
+        "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
+        "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
+        "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3},
+        "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
+        "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+        "round_robin": {
+            "num_stages": 2,
+            "schedule": "pipedream",
+            "microbatches": 6,
+            "replicas": (3, 2),
+            "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
+        },
+    },
+    4: {
+        "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
+        "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True},
+        "2bw of 4": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 4},
+        "2-1-1": {"num_stages": 3, "schedule": "pipedream", "microbatches": 2, "replicas": (2, 1, 1)},
+    },
 }
+"""By how many processes they need. Without a placement each worker has a device of its own."""
+INLINE = ("2bw", "round_robin")
+"""Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
+ROOT = Path(__file__).parents[2]
 
 
-def train(case: str, fields: dict) -> dict[str, np.ndarray]:
-    """Every number that a run makes known, by name: losses, weights, norms, evaluations; parameters of the layers that are here."""
-    import jax
-
+def pipeline(fields: dict):
+    """A pipeline over the rich model, and batches for it."""
     from jpipe import Pipeline, Plan
     from tests.jpipe import models
 
-    stack = models.rich_stack()
     clip = fields.pop("clip", None)
+    stack = models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), clip_global_norm=clip)
-    batches = models.masked_batches(BATCHES, plan.microbatches)
+    return pipe, models.masked_batches(BATCHES, plan.microbatches)
+
+
+def train(fields: dict) -> dict[str, np.ndarray]:
+    """Every number that a run makes known, by name: losses, weights, norms, evaluations; parameters of the layers that are here."""
+    import jax
+
+    pipe, batches = pipeline(dict(fields))
     state, found = pipe.init(jax.random.key(7), batches[0]), {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
         for name, numbers in metrics._asdict().items():
-            found |= {f"{name} {batch}": float(number) for batch, number in numbers.items()}
+            found |= {f"{name} {number_of}": float(number) for number_of, number in numbers.items()}
         if t == 2:
-            loss, weight, version = pipe.evaluate(state, batches[0])
-            found |= {"evaluation": float(loss), "weight": float(weight), "version": version}
+            found |= {f"{name} in flight": float(number) for name, number in pipe.evaluate(state, batches[0])._asdict().items()}
     state = pipe.drain(state)
+    found |= {f"{name} at the end": float(number) for name, number in pipe.evaluate(state, batches[0])._asdict().items()}
     for layer_id, params in pipe.params(state).items():
-        found |= {f"{layer_id} {jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    return {f"{case}: {name}": np.asarray(value) for name, value in found.items()}
+        found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
-def main(address: str, count: int, index: int, file: str) -> None:
+def refusal() -> str:
+    """What is said of a plan of one worker."""
     import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    from jpipe import InputError
+
+    pipe, batches = pipeline({"num_stages": 1, "schedule": "naive", "microbatches": 1})
+    try:
+        pipe.init(jax.random.key(7), batches[0])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def train_all(count: int, file: str) -> None:
+    from jpipe import _pipeline
+
+    mine = CASES[count] if count > 1 else {name: fields for cases in CASES.values() for name, fields in cases.items()}
+    found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
-        jax.distributed.initialize(address, count, index)
-    found = {}
-    for case, fields in CASES.items():
-        found |= train(case, dict(fields))
+        found["refused"] = np.asarray(refusal())
+        _pipeline.Transport = functools.partial(_pipeline.Transport, threads=False)
+        inline = [case for case in INLINE if case in mine]
+        found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
     np.savez(file, **found)
+
+
+def train_endlessly(file: str) -> None:
+    """Says in FILE when the pipeline is in its stride."""
+    import jax
+
+    pipe, batches = pipeline(dict(CASES[2]["2bw"]))
+    state = pipe.init(jax.random.key(7), batches[0])
+    for t in range(10**9):
+        state, _ = pipe.step(state, batches[t % BATCHES])
+        if t == 10:
+            Path(file).touch()
+
+
+def main(what: str, address: str, count: int, index: int, file: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[index % len(cores)]})  # with other numbers of threads, XLA's sums may differ in the last bit
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
+    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(dir=Path(file).parent))  # the cases have much in common
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_num_cpu_devices", 1 if count > 1 else max(CASES))
+    if count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, count, index)
+    if what == "endless":
+        train_endlessly(file)
+    train_all(count, file)
     if count > 1:
         from jpipe import _pipeline
 
@@ -65,5 +139,26 @@ def main(address: str, count: int, index: int, file: str) -> None:
         jax.distributed.shutdown()
 
 
+@contextlib.contextmanager
+def started(what: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
+    """That many processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+    program = [sys.executable, "-m", "tests.jpipe.several", what, address, str(count)]
+    processes = []
+    try:
+        for index in range(count):
+            with open(folder / f"{count}.{index}.txt", "w") as told:
+                command = [*program, str(index), str(folder / f"{count}.{index}.npz")]
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
