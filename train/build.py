@@ -18,16 +18,14 @@ from train.progress import Reporter
 
 
 def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
-    """What `config` describes, wherever it is to run. Nothing ran on a device, but JAX knows how many devices it needs.
+    """What `config` describes, wherever it is to run. Nothing ran on a device, but see `prepare_devices`.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
     """
     with named_as_in_the_config(config.plan.file):
-        force_cpu_devices(config.plan.num_stages)  # already here: code of the user's own may start JAX when it is imported
         stack, loss = model.layers(config.model), model.loss(config.loss)
         plan = make_plan(config.plan, stack.ids)
-        force_cpu_devices(devices_of(plan))
         check_microbatches(plan, config.train.batch_size)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
@@ -45,14 +43,17 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> None:
     """
     batch = batches.train[0]
     with named_as_in_the_config(config.plan.file):
-        check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, devices_that_start(pipe))
+        check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, pipe.plan, devices_that_start(pipe))
         pipe.check(batch)
 
 
 def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
     """Shapes and dtypes of the parameters, by layer id."""
-    microbatch = jax.tree.map(lambda rows: rows[: len(rows) // plan.microbatches], batch[0])
-    return {layer_id: layer.params for layer_id, layer in stack.specs(microbatch).items()}
+
+    def microbatch_spec(rows: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(rows) // plan.microbatches, *rows.shape[1:]), jax.dtypes.canonicalize_dtype(rows.dtype))
+
+    return {layer_id: layer.params for layer_id, layer in stack.specs(jax.tree.map(microbatch_spec, batch[0])).items()}
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
@@ -62,22 +63,23 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
         jpipe.InputError: a file that cannot be read or is no plan; keys that make no legal plan.
     """
     if config.file is None:
-        return jpipe.Plan.even(
-            layer_ids,
-            config.num_stages,
-            config.schedule,
-            config.microbatches,
-            recompute=config.recompute,
-            extra_in_flight=config.extra_in_flight,
-            vertical_sync=config.vertical_sync,
-        )
+        return jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file"}))
+    return read_plan(config.file)
+
+
+def read_plan(file: str) -> jpipe.Plan:
+    """The plan that `plan.file` names.
+
+    Raises:
+        jpipe.InputError: it cannot be read, or is no plan.
+    """
     try:
-        text = Path(config.file).expanduser().read_text(encoding="utf-8")
+        text = Path(file).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise jpipe.InputError(f"plan.file: cannot read '{config.file}': {error.strerror}; give a plan's JSON file, or null") from None
+        raise jpipe.InputError(f"plan.file: cannot read '{file}': {error.strerror}; give a plan's JSON file, or null") from None
     except UnicodeDecodeError:
-        raise jpipe.InputError(f"plan.file: expected a plan as JSON in '{config.file}', found text that is not UTF-8") from None
-    return jpipe.Plan.from_json(text, where=config.file)
+        raise jpipe.InputError(f"plan.file: expected a plan as JSON in '{file}', found text that is not UTF-8") from None
+    return jpipe.Plan.from_json(text, where=file)
 
 
 @contextlib.contextmanager
@@ -115,17 +117,21 @@ def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
         raise jpipe.InputError(f"JAX has no devices to use: {str(error).splitlines()[0]}; see its variable JAX_PLATFORMS") from None
 
 
-def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, devices: Sequence[jax.Device]) -> None:
+def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, plan: jpipe.Plan, devices: Sequence[jax.Device]) -> None:
     """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
 
     Args:
         specs: shapes and dtypes of the parameters, by layer id.
         rule: the optimizer.
-        devices: where the stages run.
+        plan: each replica of a stage holds all of its layers.
+        devices: where the workers run; those of this process are looked at.
     """
-    weights, have = bytes_of(specs), memory_of(devices)
+    own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
+    layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
+    weights, have = bytes_of(layers), memory_of([device for _, device in own])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        need = 2 * weights + bytes_of(jax.eval_shape(rule.init, specs))
+        state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
+    need = 2 * weights + state * weights // max(bytes_of(specs), 1)
     if need > have:
         raise jpipe.InputError(
             f"model: expected one that fits in {have / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "
@@ -149,8 +155,21 @@ def memory_of(devices: Sequence[Any]) -> float:
 
 
 def devices_of(plan: jpipe.Plan) -> int:
-    """How many local devices the plan asks for."""
-    return plan.depth if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+    """How many devices, of all processes, the plan asks for."""
+    return len(plan.workers) if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+
+
+def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
+    """Where CPUs are the devices, make one for each worker; call it before JAX runs, which code of the user's may cause.
+
+    Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
+
+    Raises:
+        jpipe.InputError: the plan cannot be read.
+    """
+    with named_as_in_the_config(config.file):
+        count = config.workers if config.file is None else devices_of(read_plan(config.file))
+    force_cpu_devices(1 if count % num_processes else count // num_processes)
 
 
 def force_cpu_devices(count: int) -> None:

@@ -35,22 +35,28 @@ def train(
     """
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
-        from jpipe import InputError, keep_freed_memory
-        from train import config_file, distributed, loop
+        from jpipe import InputError, PeerLost, keep_freed_memory
+        from train import config_file, distributed, loop, together
     interrupt.check()
 
     keep_freed_memory()
+    code = 0
     try:
         settings = config_file.load(config, overrides, allow_code=allow_code)
-        distributed.start(coordinator, num_processes, process_id, connect_limit)
-        loop.main(settings)
+        count = distributed.start(coordinator, num_processes, process_id, connect_limit)
+        loop.main(settings, count)
     except InputError as error:
-        return _fail(str(error), 2)
-    except loop.RunStopped as error:
-        return _fail(printable(str(error)), 1)
+        code = _fail(str(error), 2)
+    except together.ToldElsewhere as error:
+        code = _fail(str(error), error.code)
+    except (loop.RunStopped, PeerLost) as error:
+        code = _fail(printable(str(error)), 1)
     finally:
-        distributed.stop()
-    return 0
+        try:
+            distributed.stop()
+        except PeerLost as error:
+            code = code or _fail(printable(str(error)), 1)
+    return code
 
 
 @app.command
@@ -111,5 +117,5 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"jpipe: {message}", file=sys.stderr)
+    print(f"jpipe: {message}", file=sys.stderr, flush=True)
     return code

@@ -123,14 +123,23 @@ class LossConfig(_OwnCode):
 
 
 class PlanConfig(_Section):
-    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all."""
+    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
+
+    The keys are the arguments of `jpipe.Plan.even`.
+    """
 
     schedule: str = "pipedream_2bw"
     num_stages: Count = 4
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
+    replicas: int | list[int] = 1
     recompute: str | list[str] = "none"
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
     file: FilePath | None = None
 
     @field_validator("schedule")
@@ -139,6 +148,20 @@ class PlanConfig(_Section):
         if name not in SCHEDULES:
             raise ValueError(f"unknown schedule {name!r}; {nearest(name, SCHEDULES)}")
         return name
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _counts_of_replicas(cls, value: object) -> object:
+        counts = value if isinstance(value, list) else [value]
+        if not all(type(count) is int and 1 <= count <= MOST_MICROBATCHES for count in counts):
+            expected = f"a number from 1 to {MOST_MICROBATCHES} or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}")
+        return value
+
+    @property
+    def workers(self) -> int:
+        """How many workers the keys ask for, those of a file left aside."""
+        return self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
 
     @field_validator("recompute", mode="before")
     @classmethod

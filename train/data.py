@@ -1,13 +1,14 @@
 """Text for training: files found and read as bytes, split into train and validation, cut into windows, batched by index.
 
-Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process.
+Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
+read when they are needed.
 """
 
 import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,7 @@ from jaxtyping import Int32, UInt8
 from jpipe import InputError
 from train import own_data
 from train.config import Config
-
-Batch = tuple[Int32[np.ndarray, "b s"], Int32[np.ndarray, "b s"]]
+from train.rows import BatchesOfRows
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,28 @@ class Text:
     validation: UInt8[np.ndarray, " k"]
     source: str
 
+    def digest(self) -> str:
+        """The same for the same bytes only."""
+        return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Data:
-    """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels)."""
+    """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels).
 
-    train: grain.MapDataset[Batch] | own_data.OwnBatches
-    validation: grain.MapDataset[Batch] | own_data.OwnBatches
+    Their arrays have shapes, types and slices of rows (`train.rows.Rows`): what is not sliced is not read.
+
+    Attributes:
+        train: batches to learn from.
+        validation: batches that are held out.
+        source: a phrase that says where they come from.
+        digest: what it gives is the same in two processes only if their data is, as far as that can be told without making all of it.
+    """
+
+    train: BatchesOfRows | own_data.OwnBatches
+    validation: BatchesOfRows | own_data.OwnBatches
     source: str
+    digest: Callable[[], str]
 
 
 def load(config: Config) -> Data:
@@ -47,9 +61,9 @@ def load(config: Config) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation.
     """
     if config.data.target is not None:
-        portions = config.seed, config.train.batch_size, config.train.steps
-        train, validation = own_data.load(config.data.target, config.data.arguments, *portions)
-        return Data(train, validation, config.data.target)
+        sizes = config.seed, config.train.batch_size, config.train.steps
+        train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
+        return Data(train, validation, config.data.target, lambda: own_data.digest(train, validation))
     text = read_text(config.data.path, config.data.validation_fraction)
     seq_len, batch_size = config.model.seq_len, config.train.batch_size
     need = batch_size * seq_len + 1
@@ -62,7 +76,8 @@ def load(config: Config) -> Data:
         )
     windows = grain.MapDataset.source(Windows(text.train, seq_len)).shuffle(seed=config.seed).repeat()
     held_out = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)  # spread over the files, never by config.seed
-    return Data(windows.batch(batch_size, drop_remainder=True), held_out.batch(batch_size, drop_remainder=True), text.source)
+    batch = batch_size, (seq_len,), np.dtype(np.int32)
+    return Data(BatchesOfRows(windows, *batch), BatchesOfRows(held_out, *batch), text.source, text.digest)
 
 
 def portion(config: Config) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jpipe import InputError
+from jpipe import InputError, Processes, join_processes
 from train import rendezvous
 from train.rendezvous import Address
 
@@ -38,7 +38,7 @@ class Membership(NamedTuple):
     devices: list[int] | None = None
 
 
-def start(coordinator: str | None, num_processes: int | None, process_id: int | None, connect_limit: float = 60.0) -> None:
+def start(coordinator: str | None, num_processes: int | None, process_id: int | None, connect_limit: float = 60.0) -> int:
     """Join the other processes of this run, before JAX touches a device; nothing happens where there is only this one.
 
     Without arguments the environment is asked: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters
@@ -50,12 +50,15 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         process_id: the number of this one, from 0.
         connect_limit: seconds to wait for the others.
 
+    Returns:
+        How many processes there are.
+
     Raises:
         InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come.
     """
     me = membership(coordinator, num_processes, process_id, connect_limit)
     if me is None or me.num_processes == 1:
-        return
+        return 1
     if me.process_id == 0:
         links = rendezvous.host(me.coordinator, me.num_processes, connect_limit)
         # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
@@ -82,13 +85,26 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         )
     except jax.errors.JaxRuntimeError as error:
         raise InputError(f"{me.coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+    return me.num_processes
+
+
+def join() -> Processes | None:
+    """The processes of this run, once JAX may look for devices; `stop` parts from them. All processes call it."""
+    if (processes := join_processes()) is not None:
+        _at_the_end.callback(processes.close)
+    return processes
 
 
 def stop() -> None:
     """Leave the other processes, each when it is done, process 0 after all of them; nothing happens where there is only one.
 
+    Say first how the run ended: from here on this process may be ended without a word.
+
     Where a process is gone, nobody waits for it. Where one hangs, process 0 waits for it some seconds; if it is process 0 that hangs,
     JAX ends the others by SIGABRT within a minute.
+
+    Raises:
+        PeerLost: another process was lost before all were done.
     """
     _at_the_end.close()
 

@@ -1,21 +1,24 @@
 """A whole run, top to bottom: what is built, the run folder, the training loop, the report."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from rich.console import Console
 
 import jpipe
 from train import data, interrupt, report
-from train.build import build, check
+from train.build import build, check, prepare_devices
 from train.config import Config, TrainConfig
 from train.measure import Measure
 from train.progress import Reporter
 from train.run_folder import RunFolder
 from train.tensorboard import TensorBoard
 from train.terminal import count
+from train.together import Together, facts, joined
 
 
 class RunStopped(RuntimeError):
@@ -28,58 +31,89 @@ class NonFiniteLoss(RunStopped):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: validation losses, the time it took, where it was written, and the last measured window, if any."""
+    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window."""
 
     steps: int
     val_loss_before: float
     val_loss_after: float
     seconds: float
-    folder: Path
+    folder: Path | None
     predicted: jpipe.Window | None
     measured: jpipe.Window | None
 
 
-def main(config: Config) -> Summary:
+def main(config: Config, num_processes: int = 1) -> Summary:
     """Train as `config` says.
+
+    Args:
+        config: the same in all processes of the run.
+        num_processes: how many processes there are; each calls this, once `train.distributed.start` has connected them.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
+        jpipe.PeerLost: another process died, hung or stopped.
+        ToldElsewhere: this process stops for a reason that another one tells.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
     interrupt.check()
-    reporter = Reporter(config.train.steps, *data.portion(config))
+    prepare_devices(config.plan, num_processes)
+    with joined(num_processes) as together:
+        together.agree(lambda: facts(config))
+        reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
+        pipe, batches = together.alike(lambda: ready(config, reporter))
+        together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        interrupt.check()
+        with interrupt.held():  # a folder is made whole or not at all
+            folder = together.alike(lambda: RunFolder(config, pipe.plan) if together.is_first else None)
+        try:
+            with folder or contextlib.nullcontext():
+                return run(config, pipe, batches, folder, reporter, together)
+        except BaseException as error:
+            logged = "" if folder is None else f"; the steps logged so far are in {folder.path}"
+            if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
+                raise KeyboardInterrupt(f"interrupted{logged}") from None
+            if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
+                raise type(error)(f"{error}{logged}") from None
+            if isinstance(error, (OSError, jax.errors.JaxRuntimeError)):
+                raise RunStopped(f"{_reason(error)}{logged}") from error
+            raise
+
+
+def ready(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+    """The pipeline and its data, all that can be refused before a device works refused."""
     pipe, batches = build(config, reporter)
     check(config, pipe, batches)
-    plan = pipe.plan
-    interrupt.check()
-    with interrupt.held():  # a folder is made whole or not at all
-        folder = RunFolder(config, plan)
-    try:
-        with folder, TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
-            interrupt.check()
-            reporter.say(
-                f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}; "
-                f"run folder: {folder.path}"
-            )
-            with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
-                state = pipe.init(jax.random.key(config.seed), batches.train[0])
-                sizes = pipe.costs(batches.train[0])
-            measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches)
-            log = MetricsLog(config.train, folder, tensorboard, reporter, measure)
-            try:
-                with reporter.training():
-                    summary = train(config, pipe, state, batches, log, measure)
-            finally:
-                with interrupt.held():
-                    measure.close()
+    return pipe, batches
+
+
+def run(
+    config: Config, pipe: jpipe.Pipeline, batches: data.Data, folder: RunFolder | None, reporter: Reporter, together: Together
+) -> Summary:
+    """Compile, train and report; only process 0 has a folder to write into."""
+    plan, several = pipe.plan, together.processes is not None
+    with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
+        interrupt.check()
+        reporter.say(
+            f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}"
+            + (f"; run folder: {folder.path}" if folder is not None else "")
+        )
+        if several or len(plan.workers) > plan.depth:
+            for line in jpipe.placement_grid(plan, pipe.devices).splitlines():
+                reporter.say(line)
+        with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
+            state = pipe.init(jax.random.key(config.seed), batches.train[0])
+            sizes = pipe.costs(batches.train[0])
+        measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes)
+        log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
+        try:
+            with reporter.training():
+                summary = train(config, pipe, state, batches, log, measure)
+        finally:
+            with interrupt.held():
+                measure.close()
+                if folder is not None:
                     write_report(config, pipe, folder, measure, reporter)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
-            raise KeyboardInterrupt(f"interrupted; the steps logged so far are in {folder.path}") from None
-        if isinstance(error, (OSError, jax.errors.JaxRuntimeError)):
-            raise RunStopped(f"{_reason(error)}; the steps logged so far are in {folder.path}") from error
-        raise
     tell(summary, data.loss_unit(config), reporter)
     return summary
 
@@ -116,14 +150,26 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
 
 
 class MetricsLog:
-    """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen."""
+    """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen.
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, tensorboard: TensorBoard, reporter: Reporter, measure: Measure) -> None:
+    In the processes that write nothing it reads the same losses, so that all stop at the same step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder | None,
+        tensorboard: TensorBoard | None,
+        reporter: Reporter,
+        measure: Measure,
+        together: Together,
+    ) -> None:
         self._config = config
         self._folder = folder
         self._tensorboard = tensorboard
         self._reporter = reporter
         self._measure = measure
+        self._together = together
         self._validation: dict[int, Sequence[jpipe.Evaluation]] = {}
 
     @property
@@ -132,9 +178,9 @@ class MetricsLog:
         return self._reporter.seconds
 
     @property
-    def folder(self) -> Path:
-        """Where the rows are written."""
-        return self._folder.path
+    def folder(self) -> Path | None:
+        """Where the rows are written, if they are."""
+        return None if self._folder is None else self._folder.path
 
     def validation(self, step: int, evaluations: Sequence[jpipe.Evaluation]) -> None:
         """These go into the row of `step`; nothing waits for them yet."""
@@ -151,21 +197,19 @@ class MetricsLog:
             if step in self._validation:
                 row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
-            if logged:
+            if logged and self._folder is not None:
                 self._folder.log(row)  # first of all: what is told can be found there
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
             self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
-            if logged:
+            if logged and self._tensorboard is not None:
                 shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
-            raise NonFiniteLoss(
-                f"step {step}: the {name} is {value}; lower optimizer.learning_rate or lengthen optimizer.warmup_steps; "
-                f"the steps before are in {self._folder.path}"
-            )
+            hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
+            raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}; {hint}"))
         return value
 
 
@@ -177,15 +221,16 @@ def mean_loss(evaluations: Sequence[jpipe.Evaluation]) -> float:
 
 def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:
     """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
-    plan, devices = pipe.plan, pipe.devices
-    facts = {
+    plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
+    known = {
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
+        **({"workers": _workers(plan)} if len(plan.workers) > plan.depth else {}),
         "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": config.optimizer.name,
         "steps": str(config.train.steps),
-        "devices": f"{len(set(devices))} × {devices[0].device_kind}",
+        "devices": f"{len(set(devices))} × {devices[0].device_kind}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
     }
@@ -193,11 +238,16 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
     try:
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
-            report.write_report(folder.path, report.Report(title, facts, folder.rows(), measure.predicted, measure.measured, unit))
+            report.write_report(folder.path, report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit))
     except OSError as error:
         reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {_first_line(error)}")
+
+
+def _workers(plan: jpipe.Plan) -> str:
+    """`0: stage 0, replica 0; …`."""
+    return "; ".join(f"{w}: stage {s}, replica {replica}" for w, (s, replica) in enumerate(plan.workers))
 
 
 def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
@@ -206,6 +256,8 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
         if why := report.why_slower(summary.predicted, summary.measured):
             reporter.say(why)
+    if summary.folder is None:
+        return
     drawn = (summary.folder / "report.html").is_file()
     reporter.say(
         f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "

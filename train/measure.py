@@ -1,9 +1,10 @@
 """A few steps of a run measured now and then, and the same steps as the simulator predicts them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import jpipe
+from train.gather import gather, of_what_is_here
 
 MOST_FORWARDS = 100_000  # that a prediction may simulate: some seconds
 
@@ -21,35 +22,52 @@ class Measure:
         steps: of the run.
         every: steps between two evaluations.
         batches: of a window at most; 0: nothing is measured.
+        processes: of the run, if there are several: all measure the same steps, each its own workers, and process 0 has the windows.
 
     Attributes:
         measured: the last window; None before the first one.
     """
 
-    def __init__(self, pipe: jpipe.Pipeline, costs: Sequence[jpipe.StageCost], steps: int, every: int, batches: int) -> None:
+    def __init__(
+        self,
+        pipe: jpipe.Pipeline,
+        costs: Sequence[jpipe.StageCost],
+        steps: int,
+        every: int,
+        batches: int,
+        processes: jpipe.Processes | None = None,
+    ) -> None:
+        self._processes = processes
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
         self._full = jpipe.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
         self._first = self._batches = 0  # of the window that is traced
-        self._window = 0, 0  # the same of the one that was measured
+        self._window = 0, 0  # the same of the last one that was measured
         self.measured: jpipe.Window | None = None
 
-    def observer(self, step: int) -> jpipe.Tracer | None:
+    def observer(self, step: int) -> Callable[[jpipe.Event], None] | None:
         """What `Pipeline.step` is to be observed with at `step`, if anything; finishes the window that the step before ended."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
         if self._tracer is None and (batches := self._fitting(step)):
             self._first, self._batches = step + 1, batches
+            if self._processes is not None:  # all clocks begin now, as well as a message of the network can tell
+                self._processes.barrier(f"the trace from step {step}")
             self._tracer = jpipe.Tracer(self._pipe.plan)
-        return self._tracer
+        return self._tracer if self._tracer is None or self._processes is None else of_what_is_here(self._tracer)
 
     def finish(self) -> None:
         """Wait for what is traced, if anything is."""
         if self._tracer is None:
             return
         trace, self._tracer = self._tracer.finish(), None
-        self._costs = jpipe.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
         self._window = self._first, self._batches
+        if self._processes is not None:
+            everyones = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
+            if everyones is None:
+                return
+            trace = everyones
+        self._costs = jpipe.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
         self.measured = jpipe.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
     def close(self) -> None:
@@ -69,6 +87,6 @@ class Measure:
 
     def _fitting(self, step: int) -> int:
         """How many batches a window that begins to be traced at `step` can have; 0: none is to begin."""
-        due = step >= self._full if self.measured is None else step % self._every == 0
+        due = step % self._every == 0 if self._window[1] else step >= self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due else 0

@@ -1,7 +1,9 @@
 """Batches from a function of the user's own: what it has to return, and how a mistake in it is told."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,13 +11,15 @@ import numpy as np
 
 from jpipe import InputError
 from train import entry_point
-
-Batch = tuple[Any, Any]
+from train.rows import Batch, when_sliced
 
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """`batches[t]`, every mistake in making one told in a line that begins with `name`."""
+    """`batches[t]`, every mistake in making one told in a line that begins with `name`.
+
+    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read.
+    """
 
     batches: Any
     name: str
@@ -25,6 +29,27 @@ class OwnBatches:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
+        found: Batch = when_sliced(self._specs, lambda: self._alike(index))
+        return found
+
+    @cached_property
+    def _specs(self) -> Batch:
+        specs: Batch = _specs(self.made(0))
+        return specs
+
+    def _alike(self, index: int) -> Batch:
+        batch = self.made(index)
+        if _specs(batch) != self._specs:
+            first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
+            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; mend it")
+        return batch
+
+    def made(self, index: int) -> Batch:
+        """Batch `index`, as the user's code makes it.
+
+        Raises:
+            InputError: that fails, or gives something else.
+        """
         with entry_point.told(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
         expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
@@ -36,6 +61,18 @@ class OwnBatches:
             if len(leaf) != self.batch_size:
                 raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; mend it, or train.batch_size")
         return batch
+
+
+def _specs(batch: Batch) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+
+
+def digest(train: OwnBatches, validation: OwnBatches) -> str:
+    """Of the first batch of each: where the function forgets its seed, no two processes have the same."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
 
 
 def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, steps: int) -> tuple[OwnBatches, OwnBatches]:

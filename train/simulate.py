@@ -55,7 +55,8 @@ def main(
     steady = jpipe.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(Path(png), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
-    sizes = count(plan.depth, "stage"), f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
+    workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
+    sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
     return "\n".join(
         [
             f"{plan.schedule}: {', '.join(sizes)}",
@@ -79,10 +80,7 @@ def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe
         return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code))
     if overrides:
         raise jpipe.InputError(f"--set {overrides[0]}: expected a config, found the plan '{source}'; edit the plan, or give a config")
-    plan = jpipe.Plan.from_json(read_text(path), where=source)
-    if any(stage.replicas > 1 for stage in plan.stages):
-        raise jpipe.InputError(f"{source}: replicas above 1 are not supported yet; use 1 replica a stage")
-    return plan, None
+    return jpipe.Plan.from_json(read_text(path), where=source), None
 
 
 def looks_like_a_plan(path: Path) -> bool:
@@ -122,13 +120,16 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
 
 def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
     """What can be said of each worker; sizes only where they are known."""
-    head, sizes_head = ["worker", "layers", "recompute", "in flight", "versions"], ["sends a batch", "peak memory"]
-    rows = [head + sizes_head if sized else head]
-    for s, stage in enumerate(plan.stages):
+    replicated = len(plan.workers) > plan.depth
+    head = ["worker", *(["stage·replica"] if replicated else []), "layers", "recompute", "in flight", "versions"]
+    rows = [[*head, "sends a batch", "peak memory"] if sized else head]
+    for w, (s, replica) in enumerate(plan.workers):
+        stage = plan.stages[s]
         named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
         in_flight = jpipe.SCHEDULES[plan.schedule].in_flight(plan, s)
-        row = [str(s), " ".join(named), stage.recompute, str(in_flight), str(prediction.versions_alive[s])]
-        sizes = [decimal(prediction.moved_bytes[s] // batches), decimal(prediction.peak_bytes[s])]
+        row = [str(w), *([f"{s}·{replica}"] if replicated else []), " ".join(named), stage.recompute]
+        row += [str(in_flight), str(prediction.versions_alive[w])]
+        sizes = [decimal(prediction.moved_bytes[w] // batches), decimal(prediction.peak_bytes[w])]
         rows.append(row + sizes if sized else row)
     return rows
 
