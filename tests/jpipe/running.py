@@ -44,9 +44,9 @@ def layer_state(state: State) -> dict[str, Any]:
     return {layer_id: s for worker in state.workers for layer_id, s in worker.layer_state.items()}
 
 
-def train_as_one_function(pipe: Pipeline, batches) -> Trained:
-    """The same training without stages: see `monolith`."""
-    plan, state, optimizer = pipe.plan, fresh(pipe, batches), pipe.optimizer
+def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -> Trained:
+    """The same training without stages: see `monolith`. A state that is given is left as it is."""
+    plan, state, optimizer = pipe.plan, state or fresh(pipe, batches), pipe.optimizer
     if pipe.clip_global_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}

@@ -1,0 +1,143 @@
+"""Which worker gets which device, on devices that are only said to be there."""
+
+import re
+from unittest.mock import NonCallableMock
+
+import jax
+import pytest
+
+from jpipe import InputError, Plan
+from jpipe._placement import place, placement_grid
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """A function that says how many devices each process has, and of which kind."""
+
+    def there_are(*counts, kinds=("cpu",)):
+        owners = [process for process, count in enumerate(counts) for _ in range(count)]
+        devices = [
+            NonCallableMock(spec=jax.Device, process_index=p, id=10 + number, platform="cpu", device_kind=kinds[p % len(kinds)])
+            for number, p in enumerate(owners)
+        ]
+        monkeypatch.setattr(jax, "devices", lambda: devices[::-1])  # JAX does not say that they come by process
+        monkeypatch.setattr(jax, "process_count", lambda: len(counts))
+        return devices
+
+    return there_are
+
+
+def plan_of(*replicas, **fields) -> Plan:
+    return Plan.even("abcdefgh", len(replicas), "pipedream", 12, replicas=replicas, **fields)
+
+
+def numbers(plan, given=None) -> list[int]:
+    """The devices of the workers, counted over all processes."""
+    return [device.id - 10 for device in place(plan, given)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "replicas", "by_replicas", "by_stages"),
+    [
+        ((1,), (1, 1), [0, 0], [0, 0]),
+        ((8,), (1, 1, 1), [0, 1, 2], [0, 1, 2]),
+        ((1, 1, 1), (1, 1, 1), [0, 1, 2], [0, 1, 2]),
+        ((2, 2), (2, 2), [0, 1, 2, 3], [0, 2, 1, 3]),
+        ((3, 1), (2, 1, 1), [0, 1, 2, 3], [0, 3, 1, 2]),
+        ((2, 2), (1, 3), [0, 1, 2, 3], [0, 1, 2, 3]),
+        ((2, 1), (2, 2), [0, 0, 1, 2], [0, 1, 0, 2]),
+        ((4,), (3, 3), [0, 0, 1, 2, 2, 3], [0, 1, 2, 0, 2, 3]),
+    ],
+)
+def test_neighbours_are_those_that_the_plan_keeps_together(machines, counts, replicas, by_replicas, by_stages):
+    machines(*counts)
+    assert numbers(plan_of(*replicas)) == by_replicas
+    assert numbers(plan_of(*replicas, keep_together="replicas")) == by_replicas
+    assert numbers(plan_of(*replicas, keep_together="stages")) == by_stages
+
+
+@pytest.mark.parametrize("together", ["replicas", "stages"])
+def test_devices_are_used_as_they_are_named(machines, together):
+    machines(2, 2)
+    assert numbers(plan_of(2, 1, 2, placement=[[3, 0], [0], [2, 2]], keep_together=together)) == [3, 0, 0, 2, 2]
+    given = machines(2)
+    assert numbers(plan_of(1, 2, placement=[[0], [0, 0]], keep_together=together), [given[1], given[0], given[1]]) == [1, 0, 1]
+
+
+def refused(plan, given=None) -> list[str]:
+    with pytest.raises(InputError) as refusal:
+        place(plan, given)
+    return [str(line) for line in refusal.value.args]
+
+
+def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(machines):
+    machines(2, 3)
+    assert refused(plan_of(2, 1)) == [
+        "plan: expected at least as many workers as devices in a run of 2 processes, found 3 workers for 5 devices; "
+        "change stages, replicas or the number of processes, or name the devices in placement",
+        "workers:",
+        "  stage 0: w0 w1",
+        "  stage 1: w2",
+        "devices:",
+        "  process 0: cpu:10 cpu:11",
+        "  process 1: cpu:12 cpu:13 cpu:14",
+    ]
+    assert numbers(plan_of(2, 1, placement=[[0, 1], [2]])) == [0, 1, 2]
+
+
+def test_a_device_that_is_not_there_is_refused(machines):
+    machines(1, 1)
+    assert refused(plan_of(1, 2, placement=[[0], [1, 2]])) == [
+        "plan: placement names device 2, but there are 2 devices (0 to 1)",
+        "workers:",
+        "  stage 0: w0",
+        "  stage 1: w1 w2",
+        "devices:",
+        "  process 0: cpu:10",
+        "  process 1: cpu:11",
+    ]
+
+
+def test_a_process_without_a_worker_is_refused(machines):
+    machines(1, 1, 2)
+    assert refused(plan_of(1, 2, placement=[[3], [2, 0]])) == [
+        "plan: expected a worker in every process, found none in process 1; place one there, or start fewer processes",
+        "         replica 0     replica 1",
+        "stage 0  w0 p2 cpu:13",
+        "stage 1  w1 p2 cpu:12  w2 p0 cpu:10",
+    ]
+    given = machines(1, 1)
+    assert "found none in process 0;" in refused(plan_of(1, 1), [given[1]] * 2)[0]
+
+
+def test_devices_of_different_kinds_are_refused(machines):
+    given = machines(1, 1, kinds=("Fast 80GB", "Slow"))
+    expected = ["devices: expected devices of one kind, found 'Fast 80GB' (process 0) and 'Slow' (process 1); run on one kind of device"]
+    assert refused(plan_of(1, 1)) == expected
+    assert refused(plan_of(1, 1, placement=[[1], [0]])) == expected
+    assert refused(plan_of(1, 2), [given[0], given[1], given[1]]) == expected
+
+
+def test_as_many_devices_as_workers_have_to_be_given(machines):
+    given = machines(4)
+    assert refused(plan_of(1, 1), given[:1]) == ["devices: expected 2, one for each stage, found 1"]
+    assert refused(plan_of(2, 1), given) == ["devices: expected 3, one for each worker, found 4"]
+
+
+def test_the_grid_has_a_row_for_each_stage_and_a_column_for_each_replica(machines):
+    plan = plan_of(2, 1, 3, placement=[[0, 1], [1], [2, 2, 0]])
+    machines(1, 2)
+    text = placement_grid(plan, place(plan))
+    assert [re.split("  +", line) for line in text.splitlines()] == [
+        ["", "replica 0", "replica 1", "replica 2"],
+        ["stage 0", "w0 p0 cpu:10", "w1 p1 cpu:11"],
+        ["stage 1", "w2 p1 cpu:11"],
+        ["stage 2", "w3 p1 cpu:12", "w4 p1 cpu:12", "w5 p0 cpu:10"],
+    ]
+    assert {line.find("w0") for line in text.splitlines()} == {-1, text.splitlines()[0].find("replica 0")}
+    machines(3)  # of one process: its number tells nothing
+    assert placement_grid(plan, place(plan)).splitlines()[1:] == [
+        "stage 0  w0 cpu:10  w1 cpu:11",
+        "stage 1  w2 cpu:11",
+        "stage 2  w3 cpu:12  w4 cpu:12  w5 cpu:10",
+    ]
