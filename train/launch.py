@@ -21,6 +21,7 @@ GRACE = 6.0  # seconds from the signal that asks the processes to end to the one
 _JPIPE = (sys.executable, "-P", "-m", "train.cli")  # -P: no train.py of the current folder's
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
+_GLOO = b"[Gloo] Rank "  # it tells of every connection, and nothing stops it
 _GIVEN = ("--coordinator", "--num-processes", "--process-id")
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -160,12 +161,13 @@ class _Output:
     rest: bytes = b""  # of a line that has not ended
 
     def take(self, data: bytes) -> None:
-        """Copy the lines that are whole now."""
+        """Copy the lines that are whole now, but for those that nobody wants."""
         *lines, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > _LONGEST_LINE:
             lines, self.rest = [*lines, self.rest], b""
         for line in lines:
-            _print(f"{self.prefix}{line.decode(errors='replace')}\n", self.target)
+            if not line.startswith(_GLOO):
+                _print(f"{self.prefix}{line.decode(errors='replace')}\n", self.target)
 
 
 def _print(text: str, target: TextIO) -> None:

@@ -96,6 +96,16 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
         ),
         ("plan.recompute=[full]", r"one recomputation policy for all or one for each of 2 stages, found 1"),
         ("plan.vertical_sync=true", r"vertical_sync is an option of the schedule 'pipedream'"),
+        ("plan.replicas=0", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found 0"),
+        (
+            "plan.replicas=[1, x]",
+            r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found \[1, 'x'\]",
+        ),
+        ("plan.replicas=true", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found True"),
+        ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found 3"),
+        ("plan.replicas=4", r"plan: microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4"),
+        ("plan.update_every=never", r"plan.update_every: expected 'batch' or 'replicas', found 'never'"),
+        ("plan.noam=true", r"plan: noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
         ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=/dev/null", r"data.path: found no regular file at '/dev/null', so 0 bytes"),
@@ -140,12 +150,12 @@ def test_bad_input_is_refused_with_one_clear_message(refused, override, message)
             r"jpipe: \S*/plan.json: expected microbatches that divide train.batch_size 4, found 3; change one of them\n",
         ),
         (
-            lambda plan: plan.replace('"replicas": 1', '"replicas": 2'),
-            r"jpipe: \S*/plan.json: replicas above 1 are not supported yet; use 1 replica a stage\n",
+            lambda plan: plan.replace('"replicas": 1', '"replicas": 3'),
+            r"jpipe: \S*/plan.json: microbatches: expected a multiple of the replicas of each stage, \[3, 3\], so of 3, found 2; use 3, or",
         ),
         (
             lambda plan: plan.replace('"placement": null', '"placement": [[0], [100000]]'),
-            r"jpipe: \S*/plan.json: placement names device 100000, but there are 8 local devices \(0 to 7\)\n",
+            r"jpipe: \S*/plan.json: placement names device 100000, but there are 8 devices \(0 to 7\)\nworkers:\n  stage 0: w0\n",
         ),
     ],
     ids=[

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,15 +15,16 @@ from hypothesis import strategies as st
 from jpipe import InputError
 from tests.train.conftest import changed
 from train import data
+from train.rows import BatchesOfRows
 
 
 def test_labels_are_the_inputs_moved_on_by_one(tiny, text):
     batches = data.load(changed(tiny))
     whole = text.read_bytes()
     for inputs, labels in (batches.train[0], batches.validation[0]):
-        assert inputs.shape == labels.shape == (4, 8)
-        assert inputs.dtype == labels.dtype == np.int32
-        for row, next_row in zip(inputs, labels, strict=True):
+        assert inputs.shape == labels.shape == inputs[:].shape == (4, 8)
+        assert inputs.dtype == labels.dtype == labels[:].dtype == np.int32
+        for row, next_row in zip(inputs[:], labels[:], strict=True):
             np.testing.assert_array_equal(row[1:], next_row[:-1])
             assert bytes(row.tolist() + next_row[-1:].tolist()) in whole
 
@@ -30,16 +32,44 @@ def test_labels_are_the_inputs_moved_on_by_one(tiny, text):
 def test_a_batch_depends_on_seed_and_index_only(tiny):
     forwards, other = data.load(changed(tiny)).train, data.load(changed(tiny)).train
     far = 1000  # many times round the text
-    late = forwards[far]
+    late = whole(forwards[far])
     for t in (3, 0, far):
-        np.testing.assert_array_equal(forwards[t], other[t])
-    np.testing.assert_array_equal(late, forwards[far])
-    assert not np.array_equal(forwards[0], forwards[1])
-    assert not np.array_equal(forwards[0], data.load(changed(tiny | {"seed": 1})).train[0])
+        np.testing.assert_array_equal(whole(forwards[t]), whole(other[t]))
+    np.testing.assert_array_equal(late, whole(forwards[far]))
+    assert not np.array_equal(whole(forwards[0]), whole(forwards[1]))
+    assert not np.array_equal(whole(forwards[0]), whole(data.load(changed(tiny | {"seed": 1})).train[0]))
 
 
 def test_validation_does_not_depend_on_the_seed(tiny):
-    np.testing.assert_array_equal(data.load(changed(tiny)).validation[0], data.load(changed(tiny | {"seed": 1})).validation[0])
+    batches, others = data.load(changed(tiny)), data.load(changed(tiny | {"seed": 1}))
+    np.testing.assert_array_equal(whole(batches.validation[0]), whole(others.validation[0]))
+
+
+def whole(batch) -> tuple[np.ndarray, ...]:
+    return tuple(rows[:] for rows in batch)
+
+
+def test_batches_are_those_of_grain_and_only_the_rows_that_are_sliced_are_read():
+    read = []
+
+    class Source:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            read.append(index)
+            return np.full(3, index), np.full(3, -index)
+
+    elements = grain.MapDataset.source(Source()).shuffle(seed=5).repeat()
+    batches, expected = BatchesOfRows(elements, 4, (3,), np.dtype(np.int64)), elements.batch(4, drop_remainder=True)
+    for t in (0, 1, 2, 3, 1000):  # ten elements: batch 2 is of two epochs
+        np.testing.assert_array_equal(whole(batches[t]), expected[t])
+    read.clear()
+    inputs, labels = batches[2]
+    assert (inputs.shape, inputs.ndim, len(labels), read) == ((4, 3), 2, 4, [])
+    np.testing.assert_array_equal(labels[1:3], expected[2][1][1:3])
+    assert sorted(read[:2]) == sorted(expected[2][0][1:3, 0])
+    assert len(read) == 2 + 8, "two for the slice, twice four for what it is compared with"
 
 
 def test_an_epoch_holds_every_window_once():

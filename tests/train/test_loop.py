@@ -1,5 +1,6 @@
 """A whole tiny run: what it writes, that it learns, and how it stops."""
 
+import contextlib
 import errno
 import io
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 import yaml
 from rich.console import Console
@@ -286,6 +288,16 @@ def test_the_memory_of_devices_is_that_of_all_of_them():
     gpus = [Gpu({"bytes_limit": n}) for n in (2, 5)]
     assert build.memory_of([gpus[0], gpus[1], gpus[1]]) == 7
     assert build.memory_of([Gpu(None)]) == math.inf
+
+
+def test_every_replica_needs_memory(monkeypatch):
+    specs = {"a": {"w": jax.ShapeDtypeStruct((10,), "float32")}, "b": {"w": jax.ShapeDtypeStruct((5,), "float32")}}
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 6, replicas=(3, 2))
+    need = (3 * 40 + 2 * 20) * 3  # weights, gradients and momentum of each replica
+    for have, refused in ((need, False), (need - 1, True)):
+        monkeypatch.setattr(build, "memory_of", lambda devices, have=have: have)
+        with pytest.raises(jpipe.InputError, match="in 0 GB") if refused else contextlib.nullcontext():
+            build.check_memory(specs, optax.trace(0.9), plan, jax.devices()[:5])
 
 
 def tiny_folder(tiny):

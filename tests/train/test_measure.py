@@ -7,7 +7,7 @@ import pytest
 
 import jpipe
 from tests.train.conftest import changed
-from train import build, loop
+from train import build, gather, loop
 from train.measure import Measure
 from train.progress import Reporter
 
@@ -29,7 +29,7 @@ def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
     def finish():
         if measure._tracer is not None:
             found[-1] += ((measure._first, measure._batches),)
-            measure._tracer, measure.measured = None, "measured"
+            measure._tracer, measure._window = None, (measure._first, measure._batches)
 
     monkeypatch.setattr(jpipe, "Tracer", Recorded)
     monkeypatch.setattr(measure, "finish", finish)
@@ -101,3 +101,10 @@ def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
         assert {sample.optimizer for sample in a} == {sample.optimizer for sample in b}
         most = [max(sample.residuals for sample in samples) for samples in (a, b)]
         assert abs(most[0] - most[1]) <= 64
+
+
+def test_what_a_worker_measured_travels_as_numbers():
+    spans = [jpipe.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5), jpipe.Span("F", 2**40, 0, -1.0, 0.0), jpipe.Span("B", 0, 1, 3.0, 4.0)]
+    samples = [jpipe.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.MemorySample(0.2, {}, 5, 6, 7, 8)]
+    for held in (spans, samples), ([], samples), (spans, []):
+        assert gather.from_numbers(gather.numbers(*held)) == tuple(map(tuple, held))

@@ -93,6 +93,25 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
     assert "B2." not in printed
 
 
+def test_every_replica_has_its_row(simulated, plan_file):
+    printed = simulated(plan_file("pipedream", num_stages=2, replicas=(2, 1)))
+    assert "pipedream: 2 stages, 3 workers, 4 microbatches a batch" in printed
+    assert "steady state, with a batch in 12 units" in printed  # the last stage has 4 microbatches, each replica of the first one 2
+    columns = table(printed)
+    assert columns["worker"] == ["0", "1", "2"]
+    assert columns["stage·replica"] == ["0·0", "0·1", "1·0"]
+    assert columns["layers"] == ["layer_0 … layer_4 (5)"] * 2 + ["layer_5 … layer_8 (4)"]
+
+
+def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, config):
+    paper = ("plan.schedule=pipedream", "plan.replicas=[2, 1]", "plan.update_every=replicas", "plan.noam=true")
+    printed = simulated(config, *(word for key in paper for word in ("--set", key)))
+    columns = table(printed)
+    assert columns["layers"] == ["embed block_0", "embed block_0", "head"]
+    assert columns["sends a batch"][0] == columns["sends a batch"][1] != columns["sends a batch"][2]
+    assert columns["peak memory"][0] == columns["peak memory"][1]
+
+
 def test_recomputation_is_said_and_counted(simulated, plan_file):
     printed = simulated(plan_file("pipedream_2bw", recompute=["full", "none", "none", "none"]))
     assert "a backward takes 2; one that recomputes 3" in printed
@@ -168,7 +187,7 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
         ("list.json", [], r"list.json: expected a JSON object with \"format\": \"jpipe-plan/1\", found 'list'; is this a plan of jpipe\?"),
         ("bytes.json", [], r"bytes.json: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
         ("bytes.yaml", [], r"bytes.yaml: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
-        ("replicas.json", [], r"replicas.json: replicas above 1 are not supported yet; use 1 replica a stage"),
+        ("replicas.json", [], r"replicas.json: microbatches: expected a multiple of the replicas of each stage, \[3, 1, 1, 1\]"),
         ("broken.yaml", [], r"broken.yaml, line 3, column 1: this is not YAML as it should be"),
         ("text.yaml", [], r"text.yaml: expected a mapping of keys such as 'train:', found str"),
         ("tiny.yaml", ["--set", "plan.scheduler=gpipe"], r"unknown key 'plan.scheduler'; did you mean 'plan.schedule'\?"),
@@ -188,7 +207,7 @@ def test_mistakes_are_told_in_one_message_and_nothing_is_written(
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "replicas.json").write_text(plan.replace('"replicas": 1', '"replicas": 2', 1))
+    (tmp_path / "replicas.json").write_text(plan.replace('"replicas": 1', '"replicas": 3', 1))
     (tmp_path / "broken.yaml").write_text("train:\n  steps: [1, 2\n")
     (tmp_path / "text.yaml").write_text("just words")
     before = sorted(tmp_path.rglob("*"))

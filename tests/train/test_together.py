@@ -1,0 +1,260 @@
+"""`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120  # seconds, for what takes ten
+
+PARTS = '''
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jpipe
+from train import data as text
+
+window = text.Windows.__getitem__
+
+
+def noted(self, index):
+    """Which process reads a window of the text."""
+    pathlib.Path(f"read-{jax.process_index()}").touch()
+    return window(self, index)
+
+
+text.Windows.__getitem__ = noted
+
+
+def linear(inputs, outputs):
+    return lambda rngs: nnx.Linear(inputs, outputs, rngs=rngs)
+
+
+def letters():
+    return jpipe.LayerStack({"a": lambda rngs: nnx.Embed(256, 4, rngs=rngs), "b": jnp.tanh, "c": linear(4, 4), "d": linear(4, 256)})
+
+
+def curves():
+    return jpipe.LayerStack({"a": linear(4, 4), "b": jnp.tanh, "c": linear(4, 4)})
+
+
+class Batches:
+    def __init__(self, seed, rows, poisoned):
+        self.seed, self.rows, self.poisoned = seed, rows, poisoned
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, t):
+        pathlib.Path(f"made-{jax.process_index()}-{self.seed}-{t}").touch()
+        x = np.random.default_rng((self.seed, t)).normal(size=(self.rows, 4)).astype(np.float32)
+        return x, np.sin(x) if t != self.poisoned else x * np.float32("nan")
+
+
+def batches(seed, batch_size, poisoned=None):
+    return Batches(seed, batch_size, poisoned), Batches(seed + 1, batch_size, None)
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).sum(), labels.size
+'''
+
+CURVES = {
+    "model": {"target": "parts:curves"},
+    "data": {"target": "parts:batches"},
+    "loss": {"target": "parts:squares"},
+    "train": {"steps": 10, "batch_size": 8, "eval_every": 5},
+    "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 4},
+    "optimizer": {"name": "sgd", "learning_rate": 0.01},
+}
+LETTERS = CURVES | {
+    "model": {"target": "parts:letters", "seq_len": 8},
+    "data": {"path": "text.txt", "validation_fraction": 0.3},
+    "loss": {},
+}
+FOREVER = {"train": {"steps": 10**6, "batch_size": 8, "eval_every": 10**6, "trace_batches": 0}}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where they run: code of their own, and a text."""
+    monkeypatch.chdir(tmp_path)
+    Path("parts.py").write_text(PARTS)
+    Path("text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 100)
+    return tmp_path
+
+
+def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> list[str]:
+    """Arguments of `jpipe` that train `config`, some keys of some sections of it replaced."""
+    whole = config | {section: config.get(section, {}) | keys for section, keys in sections.items()}
+    Path(name).write_text(yaml.safe_dump(whole))
+    return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
+
+
+@contextlib.contextmanager
+def jpipe(*arguments: str) -> Iterator[subprocess.Popen]:
+    """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
+    core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "train.cli", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # what it has launched ends with it
+
+
+def done(*arguments: str) -> tuple[int, list[str], list[str]]:
+    """Exit code and the lines of standard output and error."""
+    with jpipe(*arguments) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def rows(name: str) -> list[dict]:
+    """What was logged so far."""
+    path = Path(name, "metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_rows(number: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while len(rows("run")) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def by_hand(*commands: list[str]) -> Iterator[list[subprocess.Popen]]:
+    """A process for each command, as if on hosts of their own: what ends one ends no other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = ["--coordinator", f"127.0.0.1:{listener.getsockname()[1]}", "--num-processes", str(len(commands)), "--process-id"]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(jpipe(*arguments, *flags, str(i))) for i, arguments in enumerate(commands)]
+
+
+def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
+    """Exit code and standard error of each, once all have ended by themselves."""
+    return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
+
+
+def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_what_they_need():
+    arguments = command(LETTERS, plan={"num_stages": 4})
+    code, out, err = done("launch", "-n", "4", "--", *arguments)
+    assert (code, err) == (0, []), "\n".join(err)
+    assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
+    assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
+    assert [line.split() for line in out if line.startswith("stage ")] == [
+        ["stage", str(s), f"w{s}", f"p{s}", f"cpu:{2048 * s}"] for s in range(4)
+    ]
+    several = rows("run")
+    assert "bubble" in next(line for line in out if line.startswith("step 9 "))
+    assert [line.split()[3].strip(",") for line in out if line.startswith("peak memory")] == ["0", "1", "2", "3"]
+    assert {"timeline.png", "memory.png", "trace.json", "report.html", "tensorboard"} < {path.name for path in Path("run").iterdir()}
+    events = json.loads(Path("run/trace.json").read_text())["traceEvents"]
+    measured = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    assert len(measured) == 8, "each worker predicted and measured"
+    Path("run").rename("several")
+    assert done(*arguments)[0] == 0
+    assert several == rows("run")
+    assert [row["step"] for row in several] == list(range(10))
+
+
+def test_replicas_in_two_processes_log_what_one_process_logs_and_make_only_the_batches_they_need():
+    arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
+    code, out, err = done("launch", "-n", "2", "--", *arguments)
+    assert (code, err) == (0, []), "\n".join(err)
+    assert [line.split() for line in out if line.startswith("stage ")] == [
+        ["stage", "0", "w0", "p0", "cpu:0", "w1", "p0", "cpu:1"],
+        ["stage", "1", "w2", "p1", "cpu:2048", "w3", "p1", "cpu:2049"],
+    ]
+    several = rows("run")
+    Path("run").rename("several")
+    assert done(*arguments)[0] == 0
+    assert several == rows("run")
+
+
+def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_written():
+    arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
+    with by_hand(arguments, arguments, arguments) as processes:
+        wait_for_rows(3)
+        processes[2].kill()
+        began = time.monotonic()
+        told = endings(processes[:2])
+        assert time.monotonic() - began < 60
+    for index, (code, err) in enumerate(told):
+        assert code == 1
+        how = "process 2 ended without a word: it was killed or crashed, see its own output"
+        assert re.search(rf"^jpipe: {how}; process {index} stops while waiting for .+ of process [012]", err), err
+        assert err.count("\n") == 1
+    assert [row["step"] for row in rows("run")] == list(range(len(rows("run"))))
+    assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
+
+
+def test_configs_that_differ_are_refused_and_the_difference_is_told():
+    with by_hand(command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})) as processes:
+        told = endings(processes)
+    assert told == [
+        (2, "jpipe: config differs between processes 0 and 1: '  learning_rate: 0.01' against '  learning_rate: 0.02' "
+            f"(line {line_of('learning_rate')}); start all processes with the same config\n"),
+        (2, "jpipe: process 1 ends; process 0 says why\n"),
+    ]  # fmt: skip
+    assert not Path("run").exists()
+
+
+def line_of(key: str) -> int:
+    """Of the resolved config."""
+    from train import config_file
+
+    lines = config_file.to_yaml(config_file.load("config.yaml", ["run.dir=run"], allow_code=True)).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
+
+
+def test_a_folder_that_holds_a_run_ends_all_with_one_message():
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    with by_hand(*[command(CURVES)] * 2) as processes:
+        told = endings(processes)
+    refusal = "expected a new or empty folder, found another run in 'run'; choose another, or move that run away"
+    assert told == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
+
+
+def test_a_loss_that_is_no_number_ends_all_with_one_message():
+    code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
+    assert code == 1
+    hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps; the steps logged so far are in run"
+    assert [line for line in err if not re.match(r"(\[1\] )?jpipe: process ", line)] == [f"jpipe: step 3: the loss is nan; {hint}"]
+    assert [row["step"] for row in rows("run")] == [0, 1, 2]
+
+
+def test_ctrl_c_ends_the_tree():
+    with jpipe("launch", "-n", "2", "--", *command(CURVES | FOREVER)) as process:
+        wait_for_rows(3)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        numbers = children.read_text().split() if children.exists() else []
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "interrupted; the steps logged so far are in run" in out
+    assert "Traceback" not in out + err
+    assert not [number for number in numbers if Path(f"/proc/{number}").exists()]
