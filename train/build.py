@@ -106,13 +106,20 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
 
 
 def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
-    """The device of each stage.
+    """The device of each worker.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan's placement names one that is not there.
+        jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan does not fit those that there are.
     """
-    try:
+    with devices_or_a_message():
         return pipe.devices
+
+
+@contextlib.contextmanager
+def devices_or_a_message() -> Iterator[None]:
+    """Looking for devices may fail inside, for reasons of JAX's own."""
+    try:
+        yield
     except RuntimeError as error:
         raise jpipe.InputError(f"JAX has no devices to use: {str(error).splitlines()[0]}; see its variable JAX_PLATFORMS") from None
 
@@ -165,11 +172,14 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
     Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read.
+        jpipe.InputError: the plan cannot be read; a process of several finds no devices.
     """
     with named_as_in_the_config(config.file):
         count = config.workers if config.file is None else devices_of(read_plan(config.file))
     force_cpu_devices(1 if count % num_processes else count // num_processes)
+    if num_processes > 1:  # they agree with running devices only; a process alone refuses more before it starts them
+        with devices_or_a_message():
+            jax.local_devices()
 
 
 def force_cpu_devices(count: int) -> None:

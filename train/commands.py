@@ -37,6 +37,7 @@ def train(
     with interrupt.held():
         from jpipe import InputError, PeerLost, keep_freed_memory
         from train import config_file, distributed, loop, together
+        from train.metrics_log import RunStopped
     interrupt.check()
 
     keep_freed_memory()
@@ -49,7 +50,7 @@ def train(
         code = _fail(str(error), 2)
     except together.ToldElsewhere as error:
         code = _fail(str(error), error.code)
-    except (loop.RunStopped, PeerLost) as error:
+    except (RunStopped, PeerLost) as error:
         code = _fail(printable(str(error)), 1)
     finally:
         try:

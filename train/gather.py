@@ -56,7 +56,7 @@ def numbers(spans: Sequence[jpipe.Span], samples: Sequence[jpipe.MemorySample]) 
     for sample in samples:
         versions = [number for version in sample.weights.items() for number in version]
         found += [sample.time, *sample[2:], len(sample.weights), *versions]
-    return found
+    return list(map(float, found))
 
 
 def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.Span, ...], tuple[jpipe.MemorySample, ...]]:

@@ -1,8 +1,6 @@
 """A whole run, top to bottom: what is built, the run folder, the training loop, the report."""
 
 import contextlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,21 +10,14 @@ from rich.console import Console
 import jpipe
 from train import data, interrupt, report
 from train.build import build, check, prepare_devices
-from train.config import Config, TrainConfig
+from train.config import Config
 from train.measure import Measure
+from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
 from train.progress import Reporter
 from train.run_folder import RunFolder
 from train.tensorboard import TensorBoard
 from train.terminal import count
 from train.together import Together, facts, joined
-
-
-class RunStopped(RuntimeError):
-    """The run could not go on; what came before is in its folder."""
-
-
-class NonFiniteLoss(RunStopped):
-    """A loss became infinite or not a number."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +55,7 @@ def main(config: Config, num_processes: int = 1) -> Summary:
         pipe, batches = together.alike(lambda: ready(config, reporter))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
-        with interrupt.held():  # a folder is made whole or not at all
-            folder = together.alike(lambda: RunFolder(config, pipe.plan) if together.is_first else None)
+        folder = together.alike(lambda: make_folder(config, pipe.plan) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together)
@@ -85,6 +75,12 @@ def ready(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data
     pipe, batches = build(config, reporter)
     check(config, pipe, batches)
     return pipe, batches
+
+
+def make_folder(config: Config, plan: jpipe.Plan) -> RunFolder:
+    """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
+    with interrupt.held():
+        return RunFolder(config, plan)
 
 
 def run(
@@ -118,7 +114,7 @@ def run(
     return summary
 
 
-def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, log: "MetricsLog", measure: Measure) -> Summary:
+def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, log: MetricsLog, measure: Measure) -> Summary:
     """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
 
     In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
@@ -147,76 +143,6 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
     log.finished(finished)
     interrupt.check()
     return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
-
-
-class MetricsLog:
-    """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen.
-
-    In the processes that write nothing it reads the same losses, so that all stop at the same step.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder | None,
-        tensorboard: TensorBoard | None,
-        reporter: Reporter,
-        measure: Measure,
-        together: Together,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._tensorboard = tensorboard
-        self._reporter = reporter
-        self._measure = measure
-        self._together = together
-        self._validation: dict[int, Sequence[jpipe.Evaluation]] = {}
-
-    @property
-    def seconds(self) -> float:
-        """Since the run began, start-up included."""
-        return self._reporter.seconds
-
-    @property
-    def folder(self) -> Path | None:
-        """Where the rows are written, if they are."""
-        return None if self._folder is None else self._folder.path
-
-    def validation(self, step: int, evaluations: Sequence[jpipe.Evaluation]) -> None:
-        """These go into the row of `step`; nothing waits for them yet."""
-        self._validation[step] = evaluations
-
-    def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these losses and write their rows."""
-        if metrics is None:
-            return
-        for step, loss in metrics.losses.items():
-            row = {"step": step, "loss": self._finite(step, "loss", float(loss))}
-            if step in metrics.norms:
-                row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
-            if step in self._validation:
-                row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
-            logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
-            if logged and self._folder is not None:
-                self._folder.log(row)  # first of all: what is told can be found there
-            measured = self._measure.measured
-            bubble = None if measured is None else measured.bubble
-            self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
-            if logged and self._tensorboard is not None:
-                shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
-                self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
-
-    def _finite(self, step: int, name: str, value: float) -> float:
-        if not math.isfinite(value):
-            hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
-            raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}; {hint}"))
-        return value
-
-
-def mean_loss(evaluations: Sequence[jpipe.Evaluation]) -> float:
-    """The loss over all the batches, each counting for its weight."""
-    weights = [float(evaluation.weight) for evaluation in evaluations]
-    return sum(float(e.loss) * weight for e, weight in zip(evaluations, weights, strict=True)) / sum(weights)
 
 
 def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:

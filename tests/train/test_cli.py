@@ -69,7 +69,7 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
         assert code == 2
         assert "Traceback" not in message
         assert message.startswith("jpipe: ")
-        assert message.count("\n") == 1
+        assert message.count("\n") == 1 or "\nworkers:\n" in message  # a picture of what does not fit
         assert not Path(tiny["run"]["dir"]).exists()
         assert len(COMPILATIONS) == compilations
         assert {id(array) for array in jax.live_arrays()} <= {id(array) for array in arrays}
@@ -187,10 +187,10 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch
 
 
 def test_missing_devices_are_refused(refused, monkeypatch):
-    def local_devices():
+    def devices():
         raise RuntimeError("Unknown backend cuda\nmore")
 
-    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setattr(jax, "devices", devices)
     assert refused() == "jpipe: JAX has no devices to use: Unknown backend cuda; see its variable JAX_PLATFORMS\n"
 
 

@@ -59,7 +59,7 @@ def simulated(capsys, monkeypatch):
 def table(printed: str) -> dict[str, list[str]]:
     """The columns below their heads; two spaces or more stand between cells."""
     lines = printed.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("worker  layers"))
+    first = next(i for i, line in enumerate(lines) if line.startswith("worker  "))
     head, *rows = [re.split(r"\s{2,}", line) for line in lines[first : lines.index("", first)]]
     return {name: list(column) for name, column in zip(head, zip(*rows, strict=True), strict=True)}
 
