@@ -10,8 +10,9 @@ from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_gri
 from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerStack
 from jpipe._lower import batches_until_full, lower
+from jpipe._metrics import Evaluation, Metrics, Told
 from jpipe._perfetto import to_perfetto
-from jpipe._pipeline import Evaluation, Metrics, Pipeline, join_processes
+from jpipe._pipeline import Pipeline, join_processes
 from jpipe._placement import placement_grid
 from jpipe._plan import RECOMPUTE, Plan, Stage
 from jpipe._processes import PeerLost, Processes
@@ -19,7 +20,6 @@ from jpipe._program import Program
 from jpipe._runtime import Event
 from jpipe._simulate import Prediction, ProgramError, simulate
 from jpipe._state import State, WorkerState
-from jpipe._told import Told
 from jpipe._trace import Trace, Tracer, fit_costs
 from jpipe._window import Window, cut_window, predict_window
 from jpipe.schedules import SCHEDULES, Schedule

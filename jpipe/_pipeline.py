@@ -2,65 +2,36 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError, cause
-from jpipe._layers import LayerStack, describe, key_spec, spec_of
-from jpipe._lower import batches_until_full, lower, lower_evaluation
+from jpipe._layers import LayerStack, describe, key_spec
+from jpipe._lower import lower_evaluation
+from jpipe._metrics import Board, Evaluation, Metrics
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._placement import place
 from jpipe._plan import Plan
 from jpipe._processes import Processes
-from jpipe._program import AllReduce, Program, Send, Update
+from jpipe._program import Program, Send
 from jpipe._runtime import Found, Observer, run
-from jpipe._simulate import simulate
 from jpipe._stage import Loss, Specs, StageFunctions, floats_of
 from jpipe._state import State, WorkerState
-from jpipe._told import Told, tell, told, told_mean
+from jpipe._steps import Steps
 from jpipe._transport import Transport, arrived, to_host
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
-Batch = tuple[Tree, Tree]
-
-
-class Metrics(NamedTuple):
-    """What a step finished, the same in all processes, as numbers that are not waited for: `float(…)` of one waits.
-
-    Attributes:
-        losses: mean loss of each batch that was finished, by batch index.
-        weights: total weight of each of those batches.
-        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
-    """
-
-    losses: dict[int, jax.Array | Told]
-    weights: dict[int, jax.Array | Told]
-    norms: dict[int, jax.Array | Told]
-
-
-class Evaluation(NamedTuple):
-    """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
-
-    Attributes:
-        loss: mean over the whole batch.
-        weight: total weight of the batch.
-        version: of the weights, the same in all stages: how many batches they have learnt from.
-    """
-
-    loss: jax.Array | Told
-    weight: jax.Array | Told
-    version: int
 
 
 @functools.cache
@@ -72,9 +43,6 @@ def join_processes() -> Processes | None:
         PeerLost: not all have joined in time.
     """
     return Processes.join() if jax.process_count() > 1 else None
-
-
-_numbers_of_pipelines = itertools.count()
 
 
 class Pipeline:
@@ -130,9 +98,7 @@ class Pipeline:
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
         self._stages: dict[int, CompiledStage] = {}  # by worker of this process
         self._compiled: list[StageFunctions] = []
-        self._evaluations = 0
-        self._name = ""  # under which the processes of the run tell each other its numbers
-        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._steps = Steps(plan, clip_global_norm is not None)
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -159,20 +125,20 @@ class Pipeline:
             InputError: as `check`; a key of another kind; devices that are not there.
         """
         key, functions = _as_key(key), self._functions(batch)
-        runs = self._proved_runs()
+        runs = self._steps.proved_runs
         own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
         self._stages = compile_workers(own, runs)
         self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
         self._connect(functions, runs)
-        self._spec, self._compiled = _microbatch_spec(batch, self.plan.microbatches), functions
+        self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
         places = [(layer_id, stage.device) for stage in self._stages.values() for layer_id in stage.functions.stage.layers]
         initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), places)
         workers = tuple(self._init_worker(stage, initializers, key) for stage in self._stages.values())
+        self._board = Board(self.plan, self.devices, self._processes, self.clip_global_norm is not None)
         if self._processes is not None:
-            self._name = f"pipeline {next(_numbers_of_pipelines)}"
-            self._processes.barrier(f"{self._name}: compiled")
+            self._processes.barrier(f"{self._board.name}: compiled")
             self._transport.connect()
-            self._processes.barrier(f"{self._name}: connected")
+            self._processes.barrier(f"{self._board.name}: connected")
         return State(workers, batch=0, start=0)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
@@ -193,14 +159,14 @@ class Pipeline:
             InputError: a state that was used already, or a batch unlike the one given to `init`.
         """
         self._check_state(state)
-        spec = _microbatch_spec(batch, self.plan.microbatches)
+        spec = microbatch_spec(batch, self.plan.microbatches)
         if spec != self._spec:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(spec)}")
         since = state.batch - state.start
-        program, shift = self._program(since, state.batch, False)
+        program, shift = self._steps.program(since, state.batch, False)
         workers, found = self._run(program, shift, state.workers, batch, observe)
         start = state.batch + 1 if SCHEDULES[self.plan.schedule].flushes else state.start
-        return State(workers, state.batch + 1, start), self._metrics(program, shift, found)
+        return State(workers, state.batch + 1, start), self._board.metrics(program, shift, found)
 
     def drain(self, state: State, *, observe: Observer | None = None) -> State:
         """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
@@ -218,7 +184,7 @@ class Pipeline:
         self._check_state(state)
         if state.start == state.batch:
             return state
-        program, shift = self._program(state.batch - state.start, state.batch, True)
+        program, shift = self._steps.program(state.batch - state.start, state.batch, True)
         workers, _ = self._run(program, shift, state.workers, None, observe)
         return State(workers, state.batch, state.batch)
 
@@ -237,13 +203,11 @@ class Pipeline:
             InputError: a state that was used already, or a batch unlike the one given to `init`.
         """
         self._check_state(state)
-        rows_each = _rows(self._spec)
-        count = _count_microbatches(batch, rows_each)
-        if _microbatch_spec(batch, count) != self._spec:
+        rows_each = rows_of(self._spec)
+        count = count_microbatches(batch, rows_each)
+        if microbatch_spec(batch, count) != self._spec:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(batch)}")
-        state = self._settled(state)
-        version = self._common_version(state)
-        assert version is not None, "after a drain all stages hold the newest version"
+        state, version = self._settled(state)
         program = lower_evaluation(self.plan, count, version)
         host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         workers = {
@@ -251,8 +215,7 @@ class Pipeline:
             for w, worker in zip(self._stages, state.workers, strict=True)
         }
         _, found = run(program, 0, self._stages, workers, self._transport, host, rows_each)
-        loss, weight = self._evaluated(found)
-        return Evaluation(loss, weight, version)
+        return self._board.evaluation(found, version)
 
     def params(self, state: State) -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
@@ -264,13 +227,11 @@ class Pipeline:
             InputError: a state that was used already.
         """
         self._check_state(state)
-        state = self._settled(state)
-        version = self._common_version(state)
-        assert version is not None, "after a drain all stages hold the newest version"
+        state, version = self._settled(state)
         found: dict[str, Tree] = {}
         for w, worker in zip(self._stages, state.workers, strict=True):
             if self.plan.stages[self.plan.workers[w][0]].layers[0] not in found:  # replicas hold the same
-                found |= worker.versions[version * self._updates_a_batch(w)]
+                found |= worker.versions[version * self.plan.updates_a_batch(self.plan.workers[w][0])]
         return _copy(found)
 
     def costs(self, batch: Batch) -> tuple[StageCost, ...]:
@@ -284,7 +245,7 @@ class Pipeline:
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
         """
-        compiled = self._spec is not None and self._spec == _microbatch_spec(batch, self.plan.microbatches)
+        compiled = self._spec is not None and self._spec == microbatch_spec(batch, self.plan.microbatches)
         functions = self._compiled if compiled else self._functions(batch)
         costs = [measure_bytes(f, f.stage.recompute != "none") for f in functions]
         for w, stage in self._stages.items():
@@ -307,7 +268,7 @@ class Pipeline:
     def _is_here(self, w: int) -> bool:
         return self.devices[w].process_index == jax.process_index()
 
-    def _connect(self, functions: list[StageFunctions], runs: list[Program]) -> None:
+    def _connect(self, functions: list[StageFunctions], runs: Sequence[Program]) -> None:
         """Compile the transfers between processes."""
         number = jax.ShapeDtypeStruct((), functions[0].loss_dtype)
         specs: dict[tuple[int, str], Tree] = {}
@@ -325,7 +286,7 @@ class Pipeline:
         self._transport.compile([(i, specs[stage_of[i.worker], i.message]) for _, i in sorted(kinds.items())], sums)
 
     def _functions(self, batch: Batch) -> list[StageFunctions]:
-        inputs, labels = _microbatch_spec(batch, self.plan.microbatches)
+        inputs, labels = microbatch_spec(batch, self.plan.microbatches)
         layers = self.stack.specs(inputs)
         unprobed = LayerwiseOptimizer(self.optimizer, {})
         functions = []
@@ -360,69 +321,13 @@ class Pipeline:
         optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
 
-    def _proved_runs(self) -> list[Program]:
-        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both proved."""
-        runs = [self._lower(first + 2 * self._horizon + 1, first, first, True) for first in (0, 2 * self._horizon)]
-        for program in runs:
-            simulate(program)
-        return runs
-
-    @cached_property
-    def _horizon(self) -> int:
-        return batches_until_full(self.plan)
-
-    def _program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
-        """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
-        since, model_batch = min(since, self._horizon), min(batch, 2 * self._horizon)
-        name = since, model_batch, drain
-        if name not in self._programs:
-            stop = model_batch if drain else model_batch + 1
-            self._programs[name] = self._lower(stop, model_batch, model_batch - since, drain)
-        return self._programs[name], batch - model_batch
-
-    def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
-        return lower(self.plan, stop, begin=begin, start=start, drain=drain, clips=self.clip_global_norm is not None)
-
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
     ) -> tuple[tuple[WorkerState, ...], Found]:
         host = {} if batch is None else dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         states = dict(zip(self._stages, workers, strict=True))
-        left, found = run(program, shift, self._stages, states, self._transport, host, _rows(self._spec), observe)
+        left, found = run(program, shift, self._stages, states, self._transport, host, rows_of(self._spec), observe)
         return tuple(left.values()), found
-
-    def _metrics(self, program: Program, shift: int, found: Found) -> Metrics:
-        """Of the batches that the program finishes; what other processes compute is told by them."""
-        if self._processes is None:
-            means = {batch: _mean_loss(parts) for batch, parts in found.losses.items()}
-            return Metrics({t: mean[0] for t, mean in means.items()}, {t: mean[1] for t, mean in means.items()}, dict(found.norms))
-        last = self.plan.stage_workers[-1][0]
-        on, updates = self.devices[last].process_index, self._updates_a_batch(last)
-        ends = AllReduce if self.plan.replicas[-1] > 1 else Update
-        metrics = Metrics({}, {}, {})
-        for update in (i.batch for i in program.instructions if type(i) is ends and i.worker == last and (i.batch + 1) % updates == 0):
-            batch = update // updates + shift
-            if batch in found.losses:
-                norm = [found.norms[batch]] if batch in found.norms else []
-                tell(self._processes, f"{self._name}: batch {batch}", partial(_numbers, found.losses[batch], norm))
-            numbers = told(self._processes, f"{self._name}: batch {batch}", on, 2 if self.clip_global_norm is None else 3)
-            for held, number in zip(metrics, numbers, strict=False):
-                held[batch] = number
-        return metrics
-
-    def _evaluated(self, found: Found) -> tuple[Any, Any]:
-        """(mean loss, weight) over all microbatches, in their order; what other processes compute is told by them."""
-        last = self.plan.stage_workers[-1]
-        if self._processes is None:
-            parts = [found.evaluations[k] for k in sorted(found.evaluations)]
-            return _mean(parts if len(last) == 1 else jax.device_put(parts, self.devices[last[0]]))
-        self._evaluations += 1
-        names = [(f"{self._name}: evaluation {self._evaluations}, worker {w}", self.devices[w].process_index) for w in last]
-        for replica, (w, (name, _)) in enumerate(zip(last, names, strict=True)):
-            if self._is_here(w):
-                own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
-                tell(self._processes, name, partial(_flat, own))
-        return told_mean(self._processes, names, _mean)
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State):
@@ -432,25 +337,13 @@ class Pipeline:
         if any(_is_used_up(worker) for worker in state.workers):
             raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
 
-    def _settled(self, state: State) -> State:
-        """The state itself if all stages hold a common version, else a drained copy of it."""
-        return state if self._common_version(state) is not None else self.drain(_copy(state))
-
-    def _common_version(self, state: State) -> int | None:
-        """The newest version, in batches, that all workers of all processes hold, if there is one; told from the program alone."""
-        if state.batch == state.start:
-            return state.batch
-        # Where the step before this state ended, the next one begins.
-        since, model_batch = min(state.batch - state.start, self._horizon), min(state.batch, 2 * self._horizon)
-        program = self._lower(model_batch, model_batch, model_batch - since, False)
-        held = [(oldest, newest, self._updates_a_batch(w)) for w, (oldest, newest) in enumerate(program.versions)]
-        version = min(newest // updates for _, newest, updates in held)
-        if any(version * updates < oldest for oldest, _, updates in held):
-            return None
-        return version + state.batch - model_batch
-
-    def _updates_a_batch(self, w: int) -> int:
-        return self.plan.microbatches // self.plan.microbatches_an_update(self.plan.workers[w][0])
+    def _settled(self, state: State) -> tuple[State, int]:
+        """The newest version, in batches, that all workers of all processes hold; where there is none, of a drained copy of the state."""
+        version = self._steps.common_version(state.batch - state.start, state.batch)
+        if version is None:
+            state = self.drain(_copy(state))
+            version = state.batch
+        return state, version
 
 
 def _as_key(key: Any) -> jax.Array:
@@ -465,35 +358,8 @@ def _as_key(key: Any) -> jax.Array:
 
 def _is_used_up(worker: WorkerState) -> bool:
     """Whether a run took what it held, or donated the arrays that a copy of it shares."""
-    return not worker.versions or any(leaf.is_deleted() for leaf in jax.tree.leaves(worker.sums)[:1])
-
-
-def _microbatch_spec(batch: Any, count: int) -> Batch:
-    """Shapes and dtypes of one of `count` microbatches."""
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
-        raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
-    leaves = jax.tree.leaves(batch)
-    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
-        raise InputError(f"batch: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
-    size = sizes.pop()
-    if size == 0 or size % count:
-        raise InputError(
-            f"batch: expected a number of rows divisible by {count} microbatches, found {size}; change the batch size or microbatches"
-        )
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), spec_of(leaf).dtype), batch)
-
-
-def _count_microbatches(batch: Batch, rows_each: int) -> int:
-    size = _rows(_microbatch_spec(batch, 1))
-    if size % rows_each:
-        raise InputError(f"batch: expected a number of rows divisible by the microbatch size {rows_each}, found {size}")
-    return size // rows_each
-
-
-def _rows(spec: Tree) -> int:
-    return jax.tree.leaves(spec)[0].shape[0]
+    donated = jax.tree.leaves(worker.sums)[:1] + jax.tree.leaves(worker.optimizer)[:1]
+    return not worker.versions or any(leaf.is_deleted() for leaf in donated)
 
 
 def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
@@ -519,26 +385,6 @@ def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
     else:
         why = f"clipping with the asynchronous schedule '{plan.schedule}' is not there yet"
     raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
-
-
-def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
-    return [*_mean_loss(updates), *norm]
-
-
-def _flat(parts: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-    return [number for part in parts for number in part]
-
-
-def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
-    """(mean loss, weight) of a batch from those of its updates."""
-    parts = [arrived(part) for part in updates]
-    return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
-
-
-@jax.jit
-def _mean(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    total, weight = (jnp.stack(column).sum() for column in zip(*parts, strict=True))
-    return total / jnp.where(weight == 0, 1, weight), weight
 
 
 def _copy(tree: Tree) -> Tree:

@@ -173,6 +173,10 @@ class Plan(pydantic.BaseModel):
         """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
+    def updates_a_batch(self, s: int) -> int:
+        """m / M_s, how many updates stage s makes a batch: 1, or more with update_every "replicas"."""
+        return self.microbatches // self.microbatches_an_update(s)
+
     @classmethod
     def even(
         cls,

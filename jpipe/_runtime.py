@@ -121,7 +121,7 @@ class _Worker:
         self.stochastic = stage.functions.specs.draw[1] is not None
         self.averages = stage.functions.sync_state
         self.replicas, self.every = plan.replicas[s], plan.microbatches_an_update(s)
-        self.updates_a_batch = plan.microbatches // self.every
+        self.updates_a_batch = plan.updates_a_batch(s)
         self.microbatches = plan.microbatches
         self.microbatch_shift, self.update_shift = shift * plan.microbatches, shift * self.updates_a_batch
         own = state.taken()

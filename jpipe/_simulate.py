@@ -321,7 +321,7 @@ class _Simulation:
     def _versions_between(self, s: int, replica: int, batch: int) -> set[int]:
         """Where the pipeline is empty before `batch`: from the version that the next microbatch reads to the newest."""
         oldest = self.schedule.version(self.plan, s, batch * self.plan.microbatches + replica)
-        return set(range(oldest, batch * self.plan.microbatches // self.plan.microbatches_an_update(s) + 1))
+        return set(range(oldest, batch * self.plan.updates_a_batch(s) + 1))
 
     def _backwards_an_update(self, s: int) -> int:
         return self.plan.microbatches_an_update(s) // self.plan.replicas[s]

@@ -15,9 +15,7 @@ from jpipe import (
     SCHEDULES,
     InputError,
     LayerCost,
-    LayerStack,
     Link,
-    Pipeline,
     Plan,
     Program,
     ProgramError,
@@ -32,7 +30,8 @@ from jpipe import (
     to_ticks,
 )
 from jpipe._program import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
-from tests.jpipe.models import VARIANTS, is_legal, momentum, squares
+from jpipe._steps import Steps
+from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 LAYERS = tuple("abcdefgh")
@@ -105,11 +104,11 @@ def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields,
 @given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5))
 def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second):
     plan = Plan.even(**fields)
-    pipe = Pipeline(LayerStack(dict.fromkeys(LAYERS, abs)), plan, squares, momentum())
+    steps = Steps(plan, clips=False)
     joined = []
 
     def go_on(since, batch, drain):
-        program, shift = pipe._program(since, batch, drain)
+        program, shift = steps.program(since, batch, drain)
         joined.extend(shifted(i, plan, shift) for i in program.instructions)
 
     flushes = SCHEDULES[plan.schedule].flushes

@@ -1,0 +1,157 @@
+"""What a run makes known: losses, weights and norms, the same in all processes, and not waited for before somebody asks."""
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._plan import Plan
+from jpipe._processes import PeerLost, Processes
+from jpipe._program import AllReduce, Program, Update
+from jpipe._runtime import Found
+from jpipe._transport import arrived
+
+Tree = Any
+Number = jax.Array | np.ndarray
+
+
+class Told:
+    """A number that some process computes: `float(…)` of it waits until that process has told it. The same bits in all processes."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def __float__(self) -> float:
+        return self._read()
+
+    def __repr__(self) -> str:
+        return "Told(…)"
+
+
+class Metrics(NamedTuple):
+    """What a step finished, the same in all processes, as numbers that are not waited for: `float(…)` of one waits.
+
+    Attributes:
+        losses: mean loss of each batch that was finished, by batch index.
+        weights: total weight of each of those batches.
+        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
+    """
+
+    losses: dict[int, jax.Array | Told]
+    weights: dict[int, jax.Array | Told]
+    norms: dict[int, jax.Array | Told]
+
+
+class Evaluation(NamedTuple):
+    """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
+
+    Attributes:
+        loss: mean over the whole batch.
+        weight: total weight of the batch.
+        version: of the weights, the same in all stages: how many batches they have learnt from.
+    """
+
+    loss: jax.Array | Told
+    weight: jax.Array | Told
+    version: int
+
+
+class Board:
+    """Where the processes of a run read what any of them finds out. In one process nothing is told: its own arrays are the numbers.
+
+    Args:
+        plan: what runs.
+        devices: of each worker.
+        processes: of the run, where there are several.
+        clips: whether there are norms.
+
+    Attributes:
+        name: of the pipeline, the same in all processes, for they make the same pipelines.
+    """
+
+    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, clips: bool) -> None:
+        self.name = f"pipeline {next(_pipelines)}"
+        self._plan, self._devices, self._processes, self._clips = plan, devices, processes, clips
+        self._evaluations = 0
+
+    def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
+        """Of the batches that the program, run `shift` batches later, finishes; `found` is what workers of this process did."""
+        metrics, norms = Metrics({}, {}, {}), {t: [norm] for t, norm in found.norms.items()}
+        if self._processes is None:
+            for batch, updates in found.losses.items():
+                for held, number in zip(metrics, [*_mean_loss(updates), *norms.get(batch, [])], strict=False):
+                    held[batch] = number
+            return metrics
+        last = self._plan.stage_workers[-1][0]
+        for batch in (batch + shift for batch in _finished(program, last)):
+            name = f"{self.name}: batch {batch}"
+            if batch in found.losses:
+                updates, norm = found.losses[batch], norms.get(batch, [])
+                _tell(self._processes, name, lambda updates=updates, norm=norm: [*_mean_loss(updates), *norm])  # type: ignore[misc]
+            read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index))
+            for i, held in enumerate(metrics if self._clips else metrics[:2]):
+                held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
+        return metrics
+
+    def evaluation(self, found: Found, version: int) -> Evaluation:
+        """Over all microbatches, in their order, with the weights of `version`."""
+        last = self._plan.stage_workers[-1]
+        if self._processes is None:
+            parts = [found.evaluations[k] for k in sorted(found.evaluations)]
+            loss, weight = _mean(parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]]))
+            return Evaluation(loss, weight, version)
+        self._evaluations += 1
+        processes, names = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
+        for replica, name in enumerate(names):
+            own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
+            if own:
+                _tell(processes, name, lambda own=own: list(itertools.chain(*own)))  # type: ignore[misc]
+
+        @functools.cache
+        def read() -> tuple[float, float]:
+            told = [processes.told(name, self._devices[w].process_index) for w, name in zip(last, names, strict=True)]
+            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 2) for numbers in told]
+            parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
+            loss, weight = _mean([(part[0], part[1]) for part in parts])
+            return float(loss), float(weight)
+
+        return Evaluation(Told(lambda: read()[0]), Told(lambda: read()[1]), version)
+
+
+_pipelines = itertools.count()
+
+
+def _finished(program: Program, last: int) -> list[int]:
+    """The batches whose last gradients the worker `last` has in the program."""
+    s, _ = program.plan.workers[last]
+    ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_a_batch(s)
+    updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
+    return [update // rate for update in updates if (update + 1) % rate == 0]
+
+
+def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
+    """Tell the numbers, which a thread of its own asks for and waits for, to all processes; returns at once."""
+
+    def work() -> None:
+        with contextlib.suppress(PeerLost):  # the main thread is told of it
+            processes.tell(name, [float(number) for number in numbers()])
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
+    """(mean loss, weight) of a batch from those of its updates."""
+    parts = [arrived(part) for part in updates]
+    return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
+
+
+@jax.jit
+def _mean(parts: list[tuple[Number, Number]]) -> tuple[jax.Array, jax.Array]:
+    total, weight = (jnp.stack(column).sum() for column in zip(*parts, strict=True))
+    return total / jnp.where(weight == 0, 1, weight), weight
