@@ -12,9 +12,11 @@ calling thread if its input is there and it has next to no arithmetic: hence eve
 a program of their own.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,11 @@ Tree = Any
 Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
+Rows = list[Any]  # flat arrays, one for each device or from each
+_Exchange = Callable[[list[Rows]], list[Rows]]
+
 _AXIS = "process"
+_BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
 _TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.1 ms and more whatever it carries: leaves share one until copying them costs more
 
 
@@ -103,18 +109,19 @@ class Reduction:
     """The sum over devices of different processes, one each.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
-    adds in this order. Each process adds up a share of every part and sends 2 (n - 1) / n of the tree, as in a ring. Not `psum`, of which
-    gloo's adds in an order of its own and takes 4 ms for a kilobyte where a process has one core.
+    adds in this order. Each process adds up a share of every part and sends 2 (n - 1) / n of the tree, as in a ring. Not `psum`: gloo
+    adds in an order of its own, XLA has another thread do it, and a kilobyte takes 4 ms where a process has one core.
 
-    Links may be busy at the same time, in other threads; of two reductions over the same devices one is over before the other starts.
+    Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
+    before the other starts.
 
     Args:
         devices: in the order in which their parts are added.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._group = _Group(devices)
-        self._programs: dict[Kind, tuple[_Collective, jax.stages.Compiled, _Collective]] = {}
+        self._group, self._reversed = _Group(devices), _Group(devices[::-1])
+        self._programs: dict[Kind, _Sum] = {}
 
     def compile(self, spec: Tree) -> None:
         """Make ready for one kind of tree.
@@ -129,29 +136,30 @@ class Reduction:
         sizes = [sum(leaves[i].size for i in group) for group in together]
         dtypes = [leaves[group[0]].dtype for group in together]
 
-        def scatter(arrays: list[jax.Array]) -> list[jax.Array]:
-            return [_exchanged(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in _packed(arrays, together)]
+        def pack(arrays: list[jax.Array]) -> list[Rows]:
+            return [list(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in _packed(arrays, together)]
 
-        def add(parts: list[jax.Array]) -> list[jax.Array]:
-            numbers = [rows.view(dtype) for rows, dtype in zip(parts, dtypes, strict=True)]
-            return [reduce(jnp.add, list(rows)).view(part.dtype) for rows, part in zip(numbers, parts, strict=True)]
+        def add(parts: list[Rows]) -> list[jax.Array]:
+            numbers = [[row.view(dtype) for row in rows] for rows, dtype in zip(parts, dtypes, strict=True)]
+            return [reduce(jnp.add, rows).view(part[0].dtype) for rows, part in zip(numbers, parts, strict=True)]
 
-        def gather(shares: list[jax.Array]) -> list[jax.Array]:
-            whole = [_exchanged(jnp.broadcast_to(share, (n, share.size))).ravel() for share in shares]
-            return _unpacked([flat[:size] for flat, size in zip(whole, sizes, strict=True)], together, plain)
+        def unpack(shares: list[Rows]) -> list[jax.Array]:
+            return _unpacked([jnp.concatenate(rows)[:size] for rows, size in zip(shares, sizes, strict=True)], together, plain)
 
-        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype)) for leaf in leaves]
         here = SingleDeviceSharding(self._group.device)
-        parts = [Spec((n, -(-size // n)), self._group.plain(dtype), sharding=here) for size, dtype in zip(sizes, dtypes, strict=True)]
-        self._programs[_kind(spec)] = (
-            self._group.compile(scatter, plain),
-            jax.jit(add).lower(parts).compile(),
-            self._group.compile(gather, [Spec(part.shape[1:], part.dtype) for part in parts]),
+        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype), sharding=here) for leaf in leaves]
+        rows = [[Spec((-(-size // n),), self._group.plain(dtype), sharding=here)] * n for size, dtype in zip(sizes, dtypes, strict=True)]
+        self._programs[_kind(spec)] = _Sum(
+            jax.jit(pack).lower(plain).compile(),
+            self._exchange(rows),
+            jax.jit(add).lower(rows).compile(),
+            jax.jit(unpack).lower(rows).compile(),
         )
 
     def connect(self) -> None:
         """Open the connections, as `Link.connect` does."""
         self._group.connect()
+        self._reversed.connect()
 
     def __call__(self, tree: Tree) -> Tree:
         """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
@@ -163,8 +171,52 @@ class Reduction:
             The sum, committed to the same device.
         """
         kind = _known(tree, self._programs)
-        scatter, add, gather = self._programs[kind]
-        return self._group.decoded(kind, gather(add(scatter(self._group.encoded(jax.tree.leaves(tree))))))
+        pack, exchange, add, unpack = self._programs[kind]
+        shares = add(exchange(pack(self._group.encoded(jax.tree.leaves(tree)))))
+        return self._group.decoded(kind, unpack(exchange([[share] * self._group.size for share in shares])))
+
+    def _exchange(self, spec: list[Rows]) -> "_Exchange":
+        """A program that sends row i of each list to device i and gives back, in their order, those that the devices have for this one."""
+        largest = max((rows[0].size * rows[0].dtype.itemsize for rows in spec), default=0)
+        if self._group.blocks and self._group.size == 2 and largest > _BUFFERED:
+            return self._both_ways(spec)
+
+        def exchange(lists: list[Rows]) -> list[Rows]:
+            return [list(jax.lax.all_to_all(jnp.stack(rows), _AXIS, split_axis=0, concat_axis=0)) for rows in lists]
+
+        return self._group.compile(exchange, spec)
+
+    def _both_ways(self, spec: list[Rows]) -> "_Exchange":
+        """An exchange between two processes by two collectives at once, each of which moves one way.
+
+        In one collective they would send one after the other: with gloo a process says that it is ready to receive only after what it
+        sends itself. The two take connections of their own, on which a link of the two devices moves the other way.
+        """
+        here = list(self._group.devices).index(self._group.device)
+
+        def back(lists: list[Rows]) -> Rows:
+            return [jax.lax.ppermute(rows[0], _AXIS, [(1, 0)]) for rows in lists]
+
+        sent = [rows[:1] for rows in spec]
+        ways = self._group.compile(back, sent), self._reversed.compile(back, sent)
+
+        def exchange(lists: list[Rows]) -> list[Rows]:
+            sent = [[rows[1 - here]] for rows in lists]
+            sending = _in_a_thread(lambda: ways[1 - here](sent))
+            received = ways[here](sent)
+            sending.result()
+            return [[rows[0], other] if here == 0 else [other, rows[1]] for rows, other in zip(lists, received, strict=True)]
+
+        return exchange
+
+
+class _Sum(NamedTuple):
+    """The programs of a sum. The exchange comes twice: a process adds up a share of all parts, and then all get all shares."""
+
+    pack: jax.stages.Compiled
+    exchange: _Exchange
+    add: jax.stages.Compiled
+    unpack: jax.stages.Compiled
 
 
 class _Group:
@@ -176,16 +228,20 @@ class _Group:
         assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
         assert own, f"none of the devices is in this process: {devices}"
         self.device = own[0]
+        self.devices = tuple(devices)
         self._mesh = Mesh(np.array(devices), (_AXIS,))
         self._sharding = NamedSharding(self._mesh, PartitionSpec())
         self.blocks = self.device.platform == "cpu"
 
-    def compile(self, function: Callable[[list[jax.Array]], list[jax.Array]], spec: Sequence[jax.Array | Spec]) -> "_Collective":
+    def compile(self, function: Callable[[list[Any]], Tree], spec: Tree) -> "_Collective":
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-        program = jax.jit(mapped).lower([Spec(leaf.shape, leaf.dtype, sharding=self._sharding) for leaf in spec]).compile()
+        program = jax.jit(mapped).lower(jax.tree.map(self._spec, spec)).compile()
         flops = (program.cost_analysis() or {}).get("flops", 0)
         assert flops < 1000, f"{flops} operations: XLA would not run this collective in the calling thread"
         return _Collective(self, program)
+
+    def _spec(self, leaf: jax.Array | Spec) -> Spec:
+        return Spec(leaf.shape, leaf.dtype, sharding=self._sharding)
 
     def plain(self, dtype: Any) -> Any:
         """What a dtype travels as: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
@@ -202,9 +258,9 @@ class _Group:
     def _viewed(self, array: jax.Array, dtype: Any) -> jax.Array:
         return array if array.dtype == dtype else jax.device_put(np.asarray(array).view(dtype), self.device)
 
-    def shared(self, arrays: list[jax.Array]) -> list[jax.Array]:
+    def shared(self, arrays: Tree) -> Tree:
         """Arrays of all devices, of which this device's copies are these very ones."""
-        return [jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array]) for array in arrays]
+        return jax.tree.map(lambda array: jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array]), arrays)
 
     def connect(self) -> None:
         nothing = [jnp.zeros((), jnp.uint8, device=self.device)]
@@ -217,17 +273,17 @@ class _Collective:
     def __init__(self, group: _Group, program: jax.stages.Compiled) -> None:
         self._group, self._program = group, program
 
-    def __call__(self, arrays: list[jax.Array]) -> list[jax.Array]:
+    def __call__(self, arrays: Tree) -> Tree:
         if self._group.blocks:
             jax.block_until_ready(arrays)
         return self.run(self._group.shared(arrays))
 
-    def run(self, arrays: list[jax.Array]) -> list[jax.Array]:
+    def run(self, arrays: Tree) -> Tree:
         """Run it on arrays of all devices; this device's copies of the result."""
         results = self._program(arrays)
         if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
-        return [result.addressable_data(0) for result in results]
+        return jax.tree.map(lambda result: result.addressable_data(0), results)
 
 
 def _kind(tree: Tree) -> Kind:
@@ -247,9 +303,17 @@ def _told(kind: Kind) -> str:
     return str(jax.tree.unflatten(kind[0], leaves))
 
 
-def _exchanged(rows: jax.Array) -> jax.Array:
-    """Row i goes to device i; back come the rows that the devices have for this one, in their order."""
-    return jax.lax.all_to_all(rows, _AXIS, split_axis=0, concat_axis=0)
+def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
+    future: Future[Tree] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+    return future
 
 
 def _packed(arrays: Sequence[jax.Array], together: list[list[int]]) -> list[jax.Array]:

@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -126,7 +126,8 @@ class Transport:
         if len(group) == 1:
             return self._copies(finish(total), own)
         others = next(device.process_index for device in group if device.process_index != jax.process_index())
-        coming = self._call(group, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others)
+        lane = frozenset(group)
+        coming = self._call(lane, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others)
         return {w: coming[w] for w in own}
 
     # Inside ------------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class Transport:
             copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
         return copies
 
-    def _call(self, lane: Devices, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int) -> Tree:
+    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int) -> Tree:
         """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
         assert self._processes is not None
         if not self._threads:
@@ -241,8 +242,8 @@ reduction_over = functools.cache(Reduction)
 
 
 @functools.cache
-def lane_of(devices: Devices) -> _Lane:
-    """The thread of a link or of a group of replicas."""
+def lane_of(devices: Hashable) -> _Lane:
+    """The thread of a link, or of the replicas on a set of devices: groups of the same devices in another order take turns."""
     return _Lane()
 
 

@@ -265,28 +265,34 @@ def sums_are_in_the_order_of_the_devices(world):
 
 
 def links_and_sums_at_once(world, count=20):
-    """On the same two devices, from two threads."""
-    spec = jax.ShapeDtypeStruct((40000,), "float32")
+    """On the same two devices: a link each way, small sums, and those large enough to go both ways at once over the links' connections."""
+    spec = jax.ShapeDtypeStruct((40000,), "float32"), jax.ShapeDtypeStruct((100003,), "float32")
     devices = world.first[:2]
-    link = link_of(world, *devices, spec)
+    links = [link_of(world, *devices, spec[0]), link_of(world, *devices[::-1], spec[0])]
     if world.here == 2:
         return
-    reduction = Reduction(devices)
-    reduction.compile(spec)
-    message, part, total = random_bits(spec, 1), part_of(spec, world.here), added(spec, (0, 1))
+    reductions = [Reduction(devices), Reduction(devices[::-1])]  # one after the other, as in one thread
+    for reduction in reductions:
+        for one in spec:
+            reduction.compile(one)
+    messages = [random_bits(spec[0], seed) for seed in range(2)]
+    parts, totals = part_of(spec, world.here), added(spec, (0, 1))
+    own = devices[world.here]
 
-    def links():
+    def link(way):
         for _ in range(count):
-            if world.here == 0:
-                link.send(jax.device_put(message, devices[0]))
+            if world.here == way:
+                links[way].send(jax.device_put(messages[way], own))
             else:
-                assert_arrived(link.receive(spec), message, devices[1])
+                assert_arrived(links[way].receive(spec[0]), messages[way], own)
 
     def sums():
         for _ in range(count):
-            assert_arrived(reduction(jax.device_put(part, devices[world.here])), total, devices[world.here])
+            for reduction in reductions:
+                for part, total in zip(parts, totals, strict=True):
+                    assert_arrived(reduction(jax.device_put(part, own)), total, own)
 
-    in_threads(links, sums)
+    in_threads(lambda: link(0), lambda: link(1), sums)
 
 
 def mistakes_are_told(world):
