@@ -14,7 +14,7 @@ import jpipe
 from benchmarks import gpt, gpu
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
-from benchmarks.hosts.models import WORKLOADS, kinds, make_plan
+from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
@@ -176,6 +176,13 @@ def test_plans_have_a_worker_on_each_host(name, count):
         plan = make_plan(WORKLOADS[name], kind, count)
         plan.check_layers(stack.ids)
         assert sum(stage.replicas for stage in plan.stages) == count
+
+
+def test_sizes_are_those_of_the_weights_and_of_what_a_sample_passes_on():
+    layers = sizes(WORKLOADS["VGG-like"])
+    assert layers["conv_0"] == (4 * (3 * 3 * 3 * 32 + 32), 4 * 16 * 16 * 32)
+    assert layers["dense_0"] == (4 * (4 * 4 * 64 * 2048 + 2048), 4 * 2048)
+    assert hosts._shape("VGG-like", 4)["cuts"] == {"conv_1": 4 * 16 * 16 * 32, "conv_2": 4 * 8 * 8 * 64, "dense_1": 4 * 2048}
 
 
 def test_without_root_it_says_so(monkeypatch, capsys):

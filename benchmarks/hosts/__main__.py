@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.hosts.models import MICROBATCHES, WORKLOADS, kinds
+from benchmarks.hosts.models import MICROBATCHES, WORKLOADS, kinds, sizes
 from benchmarks.hosts.network import Network, NoNetwork
 from benchmarks.machine import describe
 from benchmarks.programs import Program, ProgramFailed, python_module, steps_per_second
@@ -43,9 +43,12 @@ def main() -> int:
                     print(f"\n{name}, {hosts} hosts on {machine['cores']} cores ({machine['device']}), jax {machine['jax']}")
                     if hosts > machine["cores"]:
                         print("More hosts than cores: they take turns, and waiting for a core counts as waiting too.")
+                    shape = _shape(name, hosts)
+                    passed = ", ".join(f"{size / 1e3:.1f} kB before {layer}" for layer, size in shape["cuts"].items())
+                    print(f"{shape['weights'] / 1e6:.1f} MB of weights; activations of a sample at the cuts, one stage to a host: {passed}")
                     rows = _measure(network, name)
                     _print(rows)
-                    results["runs"].append({"workload": name, "hosts": hosts, "rows": rows})
+                    results["runs"].append({"workload": name, "hosts": hosts, **shape, "rows": rows})
                     options.json.write_text(json.dumps(results, indent=2) + "\n")
     except NoNetwork as missing:
         print(f"bench-hosts: {missing}", file=sys.stderr)
@@ -63,6 +66,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), help="default: all")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/hosts.json"), help="default: %(default)s")
     return parser.parse_args()
+
+
+def _shape(name: str, hosts: int) -> dict[str, Any]:
+    """The bytes of all weights, and those of a sample's activations at the cuts of the straight pipeline."""
+    layers = sizes(WORKLOADS[name])
+    ids = list(layers)
+    cuts = {ids[cut]: layers[ids[cut - 1]][1] for cut in WORKLOADS[name].cuts[hosts]}
+    return {"weights": sum(weights for weights, _ in layers.values()), "cuts": cuts}
 
 
 def _measure(network: Network, name: str) -> list[dict[str, Any]]:

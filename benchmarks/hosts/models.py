@@ -75,6 +75,17 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
     return jpipe.Plan(schedule="pipedream_2bw" if kind == "PipeDream-2BW" else "pipedream", microbatches=MICROBATCHES, stages=tuple(stages))
 
 
+def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
+    """By layer the bytes of its weights, and those of the activations of a sample that it passes on.
+
+    Args:
+        workload: what is trained.
+    """
+    inputs, _ = workload.batch()
+    layers = workload.stack().specs(inputs)
+    return {layer_id: (_bytes(spec.params), _bytes(spec.output) / len(inputs)) for layer_id, spec in layers.items()}
+
+
 def kinds(workload: Workload, hosts: int) -> list[str]:
     """The plans that are compared, data parallelism first.
 
@@ -100,6 +111,10 @@ class _Dense(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(self.linear(x.reshape(x.shape[0], -1)))
+
+
+def _bytes(spec: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
 
 
 def _images(rows: int) -> tuple[np.ndarray, np.ndarray]:
