@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.machine import describe
-from jpipe._links import Link, Reduction, _Group
+from jpipe._collectives import Group
+from jpipe._links import Link, Reduction
 
 SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
 LEAVES, LEAF = 50, 131072
@@ -81,7 +82,7 @@ def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
 def _dispatch() -> list[dict[str, Any]]:
     """All that Python and JAX do for a transfer, around a program that moves nothing: the rest is gloo and the network."""
     x = jnp.zeros((), jnp.float32, device=jax.local_devices()[0])
-    still = _Group(jax.devices()).compile(lambda arrays: arrays, [x])
+    still = Group(jax.devices()).compile(lambda arrays: arrays, [x])
     seconds, _ = _timed(lambda: still([x]), 2000)
     return [{"figure": "µs of a transfer in Python and JAX, at each end", "measured": seconds * 1e6}]
 

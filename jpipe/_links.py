@@ -2,37 +2,24 @@
 
 The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of time, one for each kind of tree (structure, shapes,
 dtypes), so that no process waits in a collective for another's compiler.
-
-JAX sees each leaf as one array replicated over the devices, whose copies happen to differ: that takes any rank, and each process
-gives and gets its own copy as it is.
-
-On CPUs a collective blocks a thread until all peers are there. It must be the thread that calls: if it were one of those that all
-computations share, of which a process with one core has one, two processes could wait for each other for ever. XLA runs a program in the
-calling thread if its input is there and it has next to no arithmetic: hence every input is waited for, and sums are added up by
-a program of their own.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-Tree = Any
-Spec = jax.ShapeDtypeStruct
-Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
+from jpipe._collectives import AXIS, Collective, Group, Kind, Spec, Tree, grouped, kind_of, known, packed, unpacked
 
 Rows = list[Any]  # flat arrays, one for each device or from each
 _Exchange = Callable[[list[Rows]], list[Rows]]
 
-_AXIS = "process"
 _BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
-_TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.1 ms and more whatever it carries: leaves share one until copying them costs more
 
 
 class Link:
@@ -48,9 +35,9 @@ class Link:
     """
 
     def __init__(self, source: jax.Device, to: jax.Device) -> None:
-        self._group = _Group((source, to))
+        self._group = Group((source, to))
         self._sends = self._group.device == source
-        self._programs: dict[Kind, _Collective] = {}
+        self._programs: dict[Kind, Collective] = {}
         # What the receiver puts in to get a message out. Kept: making it would cost as much memory traffic as the message.
         self._placeholders: dict[Kind, list[jax.Array]] = {}
 
@@ -60,14 +47,14 @@ class Link:
         Args:
             spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
         """
-        kind = _kind(spec)
+        kind = kind_of(spec)
         if kind in self._programs:
             return
         leaves = jax.tree.leaves(spec)
-        together = _together(leaves)
+        together = grouped(leaves)
 
         def move(arrays: list[jax.Array]) -> list[jax.Array]:
-            return _unpacked([jax.lax.ppermute(flat, _AXIS, [(0, 1)]) for flat in _packed(arrays, together)], together, arrays)
+            return unpacked([jax.lax.ppermute(flat, AXIS, [(0, 1)]) for flat in packed(arrays, together)], together, arrays)
 
         plain = [Spec(leaf.shape, self._group.plain(leaf.dtype)) for leaf in leaves]
         self._programs[kind] = self._group.compile(move, plain)
@@ -89,7 +76,7 @@ class Link:
             tree: arrays on `source`, of a kind that was compiled. They are not copied and not consumed.
         """
         assert self._sends, "this process has the receiving end of the link"
-        self._programs[_known(tree, self._programs)](self._group.encoded(jax.tree.leaves(tree)))
+        self._programs[known(tree, self._programs)](self._group.encoded(jax.tree.leaves(tree)))
 
     def receive(self, spec: Tree) -> Tree:
         """Take the next message, in the process of `to`. On CPUs this returns when it is there.
@@ -101,7 +88,7 @@ class Link:
             The message, committed to `to`, bit for bit as it was sent.
         """
         assert not self._sends, "this process has the sending end of the link"
-        kind = _known(spec, self._programs)
+        kind = known(spec, self._programs)
         return self._group.decoded(kind, self._programs[kind].run(self._placeholders[kind]))
 
 
@@ -120,7 +107,7 @@ class Reduction:
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._group, self._reversed = _Group(devices), _Group(devices[::-1])
+        self._group, self._reversed = Group(devices), Group(devices[::-1])
         self._programs: dict[Kind, _Sum] = {}
 
     def compile(self, spec: Tree) -> None:
@@ -129,27 +116,27 @@ class Reduction:
         Args:
             spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
         """
-        if _kind(spec) in self._programs:
+        if kind_of(spec) in self._programs:
             return
         n, leaves = self._group.size, jax.tree.leaves(spec)
-        together = _together(leaves)
+        together = grouped(leaves)
         sizes = [sum(leaves[i].size for i in group) for group in together]
         dtypes = [leaves[group[0]].dtype for group in together]
 
         def pack(arrays: list[jax.Array]) -> list[Rows]:
-            return [list(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in _packed(arrays, together)]
+            return [list(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in packed(arrays, together)]
 
         def add(parts: list[Rows]) -> list[jax.Array]:
             numbers = [[row.view(dtype) for row in rows] for rows, dtype in zip(parts, dtypes, strict=True)]
             return [reduce(jnp.add, rows).view(part[0].dtype) for rows, part in zip(numbers, parts, strict=True)]
 
         def unpack(shares: list[Rows]) -> list[jax.Array]:
-            return _unpacked([jnp.concatenate(rows)[:size] for rows, size in zip(shares, sizes, strict=True)], together, plain)
+            return unpacked([jnp.concatenate(rows)[:size] for rows, size in zip(shares, sizes, strict=True)], together, plain)
 
         here = SingleDeviceSharding(self._group.device)
         plain = [Spec(leaf.shape, self._group.plain(leaf.dtype), sharding=here) for leaf in leaves]
         rows = [[Spec((-(-size // n),), self._group.plain(dtype), sharding=here)] * n for size, dtype in zip(sizes, dtypes, strict=True)]
-        self._programs[_kind(spec)] = _Sum(
+        self._programs[kind_of(spec)] = _Sum(
             jax.jit(pack).lower(plain).compile(),
             self._exchange(rows),
             jax.jit(add).lower(rows).compile(),
@@ -170,7 +157,7 @@ class Reduction:
         Returns:
             The sum, committed to the same device.
         """
-        kind = _known(tree, self._programs)
+        kind = known(tree, self._programs)
         pack, exchange, add, unpack = self._programs[kind]
         shares = add(exchange(pack(self._group.encoded(jax.tree.leaves(tree)))))
         return self._group.decoded(kind, unpack(exchange([[share] * self._group.size for share in shares])))
@@ -182,7 +169,7 @@ class Reduction:
             return self._both_ways(spec)
 
         def exchange(lists: list[Rows]) -> list[Rows]:
-            return [list(jax.lax.all_to_all(jnp.stack(rows), _AXIS, split_axis=0, concat_axis=0)) for rows in lists]
+            return [list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0)) for rows in lists]
 
         return self._group.compile(exchange, spec)
 
@@ -195,7 +182,7 @@ class Reduction:
         here = list(self._group.devices).index(self._group.device)
 
         def back(lists: list[Rows]) -> Rows:
-            return [jax.lax.ppermute(rows[0], _AXIS, [(1, 0)]) for rows in lists]
+            return [jax.lax.ppermute(rows[0], AXIS, [(1, 0)]) for rows in lists]
 
         sent = [rows[:1] for rows in spec]
         ways = self._group.compile(back, sent), self._reversed.compile(back, sent)
@@ -219,90 +206,6 @@ class _Sum(NamedTuple):
     unpack: jax.stages.Compiled
 
 
-class _Group:
-    """One device in each of several processes, this one among them."""
-
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
-        own = [device for device in devices if device.process_index == jax.process_index()]
-        self.size = len({device.process_index for device in devices})
-        assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
-        assert own, f"none of the devices is in this process: {devices}"
-        self.device = own[0]
-        self.devices = tuple(devices)
-        self._mesh = Mesh(np.array(devices), (_AXIS,))
-        self._sharding = NamedSharding(self._mesh, PartitionSpec())
-        self.blocks = self.device.platform == "cpu"
-
-    def compile(self, function: Callable[[list[Any]], Tree], spec: Tree) -> "_Collective":
-        mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-        program = jax.jit(mapped).lower(jax.tree.map(self._spec, spec)).compile()
-        flops = (program.cost_analysis() or {}).get("flops", 0)
-        assert flops < 1000, f"{flops} operations: XLA would not run this collective in the calling thread"
-        return _Collective(self, program)
-
-    def _spec(self, leaf: jax.Array | Spec) -> Spec:
-        return Spec(leaf.shape, leaf.dtype, sharding=self._sharding)
-
-    def plain(self, dtype: Any) -> Any:
-        """What a dtype travels as: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
-        return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
-
-    def encoded(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The arrays as what they travel as, in the same memory."""
-        return [self._viewed(array, self.plain(array.dtype)) for array in arrays]
-
-    def decoded(self, kind: Kind, arrays: list[jax.Array]) -> Tree:
-        """The tree that travelled."""
-        return jax.tree.unflatten(kind[0], [self._viewed(array, dtype) for array, (_, dtype) in zip(arrays, kind[1], strict=True)])
-
-    def _viewed(self, array: jax.Array, dtype: Any) -> jax.Array:
-        return array if array.dtype == dtype else jax.device_put(np.asarray(array).view(dtype), self.device)
-
-    def shared(self, arrays: Tree) -> Tree:
-        """Arrays of all devices, of which this device's copies are these very ones."""
-        return jax.tree.map(lambda array: jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array]), arrays)
-
-    def connect(self) -> None:
-        nothing = [jnp.zeros((), jnp.uint8, device=self.device)]
-        self.compile(lambda arrays: [jax.lax.all_gather(array, _AXIS) for array in arrays], nothing)(nothing)
-
-
-class _Collective:
-    """A program that all devices of a group run together."""
-
-    def __init__(self, group: _Group, program: jax.stages.Compiled) -> None:
-        self._group, self._program = group, program
-
-    def __call__(self, arrays: Tree) -> Tree:
-        if self._group.blocks:
-            jax.block_until_ready(arrays)
-        return self.run(self._group.shared(arrays))
-
-    def run(self, arrays: Tree) -> Tree:
-        """Run it on arrays of all devices; this device's copies of the result."""
-        results = self._program(arrays)
-        if self._group.blocks:
-            jax.block_until_ready(results)  # a failure is raised here and nowhere later
-        return jax.tree.map(lambda result: result.addressable_data(0), results)
-
-
-def _kind(tree: Tree) -> Kind:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
-def _known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
-    """The kind of a tree, which must have been compiled."""
-    kind = _kind(tree)
-    assert kind in programs, f"not compiled for {_told(kind)}, but for {'; '.join(map(_told, programs)) or 'nothing'}"
-    return kind
-
-
-def _told(kind: Kind) -> str:
-    leaves = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kind[1]]
-    return str(jax.tree.unflatten(kind[0], leaves))
-
-
 def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
     future: Future[Tree] = Future()
 
@@ -314,34 +217,3 @@ def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
 
     threading.Thread(target=run, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
     return future
-
-
-def _packed(arrays: Sequence[jax.Array], together: list[list[int]]) -> list[jax.Array]:
-    """Flat arrays, each of those that go together."""
-    return [jnp.concatenate([arrays[i].ravel() for i in group]) for group in together]
-
-
-def _unpacked(flats: list[jax.Array], together: list[list[int]], leaves: Sequence[jax.Array | Spec]) -> list[jax.Array]:
-    """The arrays that were packed, shaped like the leaves."""
-    arrays = {}
-    for flat, group in zip(flats, together, strict=True):
-        ends = np.cumsum([leaves[i].size for i in group])
-        for i, piece in zip(group, jnp.split(flat, ends[:-1]), strict=True):
-            arrays[i] = piece.reshape(leaves[i].shape)
-    return [arrays[i] if i in arrays else jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
-
-
-def _together(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
-    """Positions of the leaves that share a collective: of one dtype, in order, and not too large. Empty leaves are in none."""
-    groups: dict[Any, list[list[int]]] = {}
-    room: dict[Any, int] = {}
-    for i, leaf in enumerate(leaves):
-        size = leaf.size * leaf.dtype.itemsize
-        if size == 0:
-            continue
-        if room.get(leaf.dtype, 0) < size:
-            groups.setdefault(leaf.dtype, []).append([])
-            room[leaf.dtype] = _TOGETHER
-        groups[leaf.dtype][-1].append(i)
-        room[leaf.dtype] -= size
-    return [group for of_dtype in groups.values() for group in of_dtype]
