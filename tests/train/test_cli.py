@@ -228,7 +228,7 @@ def test_a_loss_that_is_not_finite_exits_with_1(write_config, tiny, capsys, lear
     config = write_config(optimizer={"name": "sgd", "learning_rate": learning_rate}, train={"steps": 50})
     assert cli.main(["train", config]) == 1
     message = capsys.readouterr().err
-    assert re.fullmatch(r"jpipe: step \d+: the (validation )?loss is (nan|inf); .*the steps before are in .*\n", message)
+    assert re.fullmatch(r"jpipe: step \d+: the (validation )?loss is (nan|inf); .*the steps logged so far are in .*\n", message)
     assert (Path(tiny["run"]["dir"]) / "metrics.jsonl").read_text().startswith('{"step": 0')
 
 

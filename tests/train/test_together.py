@@ -61,7 +61,6 @@ class Batches:
         return 2
 
     def __getitem__(self, t):
-        pathlib.Path(f"made-{jax.process_index()}-{self.seed}-{t}").touch()
         x = np.random.default_rng((self.seed, t)).normal(size=(self.rows, 4)).astype(np.float32)
         return x, np.sin(x) if t != self.poisoned else x * np.float32("nan")
 
@@ -78,7 +77,7 @@ CURVES = {
     "model": {"target": "parts:curves"},
     "data": {"target": "parts:batches"},
     "loss": {"target": "parts:squares"},
-    "train": {"steps": 10, "batch_size": 8, "eval_every": 5},
+    "train": {"steps": 10, "batch_size": 8, "eval_every": 5, "trace_batches": 0},
     "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 4},
     "optimizer": {"name": "sgd", "learning_rate": 0.01},
 }
@@ -159,7 +158,7 @@ def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
 
 
 def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_what_they_need():
-    arguments = command(LETTERS, plan={"num_stages": 4})
+    arguments = command(LETTERS, plan={"num_stages": 4}, train={"trace_batches": 2})
     code, out, err = done("launch", "-n", "4", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
     assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
@@ -180,7 +179,7 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     assert [row["step"] for row in several] == list(range(10))
 
 
-def test_replicas_in_two_processes_log_what_one_process_logs_and_make_only_the_batches_they_need():
+def test_replicas_in_two_processes_log_what_one_process_logs():
     arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
     code, out, err = done("launch", "-n", "2", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
