@@ -154,7 +154,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "failed" in row:
             print(f"{row['plan']:<24} not measured: {row['failed']}")
-    measured = [row for row in rows if "failed" not in row]
+    with_base = {row["rate"] for row in rows if row["plan"] == rows[0]["plan"] and "failed" not in row}  # what to compare with is there
+    measured = [row for row in rows if "failed" not in row and row["rate"] in with_base]
     if not measured:
         return
     compute = measured[0]["step_seconds"]

@@ -13,7 +13,7 @@ from flax import nnx
 import jpipe
 
 MICROBATCHES = 12  # of a batch, whatever the plan: divisible by 1, 2, 3 and 4 replicas
-CLASSES, VOCABULARY, WORDS = 100, 4096, 16
+CLASSES, VOCABULARY, WORDS = 100, 4096, 8
 
 
 class Workload(NamedTuple):
