@@ -233,6 +233,7 @@ class _Simulation:
 
     def _all_reduce(self, w: int, worker: _Worker, i: AllReduce) -> None:
         ready = self._take(w, "sums", i.batch)
+        worker.memory += self._averaged_state(worker)  # of all replicas
         arrived = self.sums.setdefault((worker.stage, i.batch), [])
         arrived.append((max(worker.clock, ready), worker.places[worker.position]))
         replicas = self.plan.stage_workers[worker.stage]
@@ -243,6 +244,10 @@ class _Simulation:
         for replica in replicas:
             self.workers[replica].moved += round(share)
             self._put(replica, "summed", i.batch, max(time for time, _ in arrived) + seconds)
+
+    def _averaged_state(self, worker: _Worker) -> int:
+        """Bytes of layer state, where replicas average it."""
+        return self.costs[worker.stage].state if self.plan.sync_state else 0
 
     def _is_being_summed(self, worker: _Worker, batch: int) -> bool:
         """Whether other replicas have not come to the sum that this worker waits for."""
@@ -282,8 +287,8 @@ class _Simulation:
         worker.clock = max(worker.clock, self._sum(w, worker, i.batch))
         if self.plan.replicas[worker.stage] == 1:
             worker.pending = 0
-        elif worker.has_sums:
-            worker.memory -= cost.sums
+        else:
+            worker.memory -= 2 * self._averaged_state(worker) + (cost.sums if worker.has_sums else 0)
         worker.has_sums = True
         if self.program.clips:
             k = (i.batch + 1) * self.plan.microbatches - 1
@@ -360,6 +365,7 @@ class _Simulation:
             if worker.pending != every // replicas:
                 self._fail(w, f"{i} ends a batch after {worker.pending} backwards, expected {every // replicas}")
             worker.pending, worker.has_sums = 0, False
+            worker.memory += self._averaged_state(worker)  # set aside as it is now
             self._put(w, "sums", i.microbatch // every, worker.clock)
 
     def _take_labels(self, w: int, k: int) -> float:

@@ -1,5 +1,7 @@
 """What holds in every test: eight devices on any machine, strict numbers, types checked at run time."""
 
+import os
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -15,8 +17,10 @@ install_import_hook(["jpipe", "train"], "beartype.beartype")
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
-    """Programs that are equal are compiled once in a module: many pipelines over the same tiny stack."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    """Programs that are equal are compiled once in a session: many pipelines over the same tiny stacks."""
+    session = tmp_path_factory.getbasetemp()
+    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # by all workers of the session
+    jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
     yield
