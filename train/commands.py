@@ -41,7 +41,7 @@ def train(
     interrupt.check()
 
     keep_freed_memory()
-    code = 0
+    code, count = 0, 1
     try:
         settings = config_file.load(config, overrides, allow_code=allow_code)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
@@ -52,11 +52,16 @@ def train(
         code = _fail(str(error), error.code)
     except (RunStopped, PeerLost) as error:
         code = _fail(printable(str(error)), 1)
+    except BaseException:  # told by `train.cli`
+        code = 130 if interrupt.pressed() else 1
+        raise
     finally:
         try:
             distributed.stop()
         except PeerLost as error:
             code = code or _fail(printable(str(error)), 1)
+        if count > 1 and code:
+            distributed.leave_at_once(code)
     return code
 
 

@@ -1,8 +1,10 @@
 """One run in several processes: who they are, from flags or the cluster, and JAX's runtime between them."""
 
+import atexit
 import contextlib
 import math
 import os
+import sys
 from typing import NamedTuple
 
 import jax
@@ -107,6 +109,21 @@ def stop() -> None:
         PeerLost: another process was lost before all were done.
     """
     _at_the_end.close()
+
+
+def leave_at_once(code: int) -> None:
+    """Once Python is done with this process, end it with this exit code, and leave out what is usual then.
+
+    After a loss threads are stuck in collectives that never end: Python 3.11 unwinds them when it ends, through C++ that aborts of it,
+    and JAX would wait for the processes that are lost.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # the last one registered is the first to be called
 
 
 def membership(coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = 60.0) -> Membership | None:
