@@ -2,8 +2,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv/bin
-# Tests compile many small programs: two processes are worth it on two cores, more than four cost memory.
-PYTEST := python -m pytest -n auto --maxprocesses 4
+# Tests compile many small programs, and some wait: one process more than there are cores is worth it, more than four cost memory.
+PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
 define on_newest
 if [ -x .venv-newest/bin/python ] || [ -n "$$(.ci/newest-python)" ]; then \

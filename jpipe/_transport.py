@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe._costs import nbytes
 from jpipe._links import Link, Reduction
 from jpipe._processes import Processes
 from jpipe._program import AllReduce, Receive, Send
@@ -94,7 +95,7 @@ class Transport:
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
         link, spec = (self._devices[i.source], self._devices[i.worker]), self._specs[i.source, i.worker, i.message]
-        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), link[0].process_index)
+        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), link[0].process_index, nbytes(spec))
 
     def all_reduce(
         self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: Callable[[Tree], Tree]
@@ -127,7 +128,9 @@ class Transport:
             return self._copies(finish(total), own)
         others = next(device.process_index for device in group if device.process_index != jax.process_index())
         lane = frozenset(group)
-        coming = self._call(lane, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others)
+        coming = self._call(
+            lane, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others, nbytes(total)
+        )
         return {w: coming[w] for w in own}
 
     # Inside ------------------------------------------------------------------------------------------------------------
@@ -147,24 +150,31 @@ class Transport:
             copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
         return copies
 
-    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int) -> Tree:
+    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int, size: int = 0) -> Tree:
         """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
                 return transfer()
-        return Coming(lane_of(lane).put(transfer, needs), words, on, self._processes)
+        return Coming(lane_of(lane).put(transfer, needs), words, on, self._processes, size)
 
 
 class Coming:
-    """What another process sends, while it is on its way."""
+    """What another process sends, while it is on its way.
 
-    def __init__(self, future: "Future[Tree]", words: object, on: int, processes: Processes, keys: tuple[int, ...] = ()) -> None:
-        self._future, self._words, self._on, self._processes, self._keys = future, words, on, processes, keys
+    Attributes:
+        nbytes: the size of its arrays.
+    """
+
+    def __init__(
+        self, future: "Future[Tree]", words: object, on: int, processes: Processes, nbytes: int, keys: tuple[int, ...] = ()
+    ) -> None:
+        self._future, self._words, self._on, self._processes = future, words, on, processes
+        self.nbytes, self._keys = nbytes, keys
 
     def __getitem__(self, key: int) -> "Coming":
         """One entry of what comes."""
-        return Coming(self._future, self._words, self._on, self._processes, (*self._keys, key))
+        return Coming(self._future, self._words, self._on, self._processes, self.nbytes, (*self._keys, key))
 
     def wait(self) -> Tree:
         """The arrays.
@@ -172,16 +182,16 @@ class Coming:
         Raises:
             PeerLost: a process of the run died, hung or stopped.
         """
-        if not self._future.done():
+        if not self._future.done() or self._future.exception() is not None:
             with self._processes.waiting(self._words, self._on):
                 while not self._future.done():
                     self._processes.check()
                     with contextlib.suppress(TimeoutError):
                         self._future.exception(timeout=_LOOK_SECONDS)
-        if self._future.exception() is not None:  # mostly because a process is gone; who it was is known soon
-            for _ in range(round(_BLAME_SECONDS / _LOOK_SECONDS)):
-                self._processes.check()
-                time.sleep(_LOOK_SECONDS)
+                if self._future.exception() is not None:  # mostly because a process is gone; who it was is known soon
+                    for _ in range(round(_BLAME_SECONDS / _LOOK_SECONDS)):
+                        self._processes.check()
+                        time.sleep(_LOOK_SECONDS)
         tree = self._future.result()
         for key in self._keys:
             tree = tree[key]

@@ -1,29 +1,11 @@
 """What each process measured of its own workers, brought together in process 0: a message of numbers a worker, beside the run."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-import jax
+from collections.abc import Sequence
+from typing import Literal
 
 import jpipe
 
 _OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
-
-
-def of_what_is_here(tracer: jpipe.Tracer) -> Callable[[jpipe.Event], None]:
-    """The tracer as observer of one of several processes: what is on its way from another one has no size before it is here."""
-
-    def is_here(tree: Any) -> bool:
-        return all(hasattr(leaf, "nbytes") for leaf in jax.tree.leaves(tree))
-
-    def observe(event: jpipe.Event) -> None:
-        held = event.state
-        buffers = {name: tree for name, tree in held.buffers.items() if is_here(tree)}
-        sums = held.sums if is_here(held.sums) else None
-        tracer(event._replace(state=dataclasses.replace(held, buffers=buffers, sums=sums)))
-
-    return observe
 
 
 def gather(processes: jpipe.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.Trace) -> jpipe.Trace | None:

@@ -1,10 +1,10 @@
 """A few steps of a run measured now and then, and the same steps as the simulator predicts them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import jpipe
-from train.gather import gather, of_what_is_here
+from train.gather import gather
 
 MOST_FORWARDS = 100_000  # that a prediction may simulate: some seconds
 
@@ -45,7 +45,7 @@ class Measure:
         self._window = 0, 0  # the same of the last one that was measured
         self.measured: jpipe.Window | None = None
 
-    def observer(self, step: int) -> Callable[[jpipe.Event], None] | None:
+    def observer(self, step: int) -> jpipe.Tracer | None:
         """What `Pipeline.step` is to be observed with at `step`, if anything; finishes the window that the step before ended."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
@@ -54,7 +54,7 @@ class Measure:
             if self._processes is not None:  # all clocks begin now, as well as a message of the network can tell
                 self._processes.barrier(f"the trace from step {step}")
             self._tracer = jpipe.Tracer(self._pipe.plan)
-        return self._tracer if self._tracer is None or self._processes is None else of_what_is_here(self._tracer)
+        return self._tracer
 
     def finish(self) -> None:
         """Wait for what is traced, if anything is."""

@@ -105,17 +105,24 @@ def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> 
     return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
 
 
+# Not by a function before exec: threads of JAX run in this process, so it is not to be forked.
+ON_ONE_CORE = """
+import os, sys
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 @contextlib.contextmanager
 def jpipe(*arguments: str) -> Iterator[subprocess.Popen]:
     """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
-    core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "train.cli", *arguments],
+        [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "train.cli", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
     ) as process:
         try:
             yield process
