@@ -85,15 +85,14 @@ class Board:
         metrics, norms = Metrics({}, {}, {}), {t: [norm] for t, norm in found.norms.items()}
         if self._processes is None:
             for batch, updates in found.losses.items():
-                for held, number in zip(metrics, [*_mean_loss(updates), *norms.get(batch, [])], strict=False):
+                for held, number in zip(metrics, _numbers(updates, norms.get(batch, [])), strict=False):
                     held[batch] = number
             return metrics
         last = self._plan.stage_workers[-1][0]
         for batch in (batch + shift for batch in _finished(program, last)):
             name = f"{self.name}: batch {batch}"
             if batch in found.losses:
-                updates, norm = found.losses[batch], norms.get(batch, [])
-                _tell(self._processes, name, lambda updates=updates, norm=norm: [*_mean_loss(updates), *norm])  # type: ignore[misc]
+                _tell(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
             read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index))
             for i, held in enumerate(metrics if self._clips else metrics[:2]):
                 held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
@@ -111,7 +110,7 @@ class Board:
         for replica, name in enumerate(names):
             own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
             if own:
-                _tell(processes, name, lambda own=own: list(itertools.chain(*own)))  # type: ignore[misc]
+                _tell(processes, name, functools.partial(list, itertools.chain(*own)))
 
         @functools.cache
         def read() -> tuple[float, float]:
@@ -143,6 +142,11 @@ def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
             processes.tell(name, [float(number) for number in numbers()])
 
     threading.Thread(target=work, daemon=True).start()
+
+
+def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
+    """Mean loss, weight and, where there is one, norm of a batch."""
+    return [*_mean_loss(updates), *norm]
 
 
 def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
