@@ -42,6 +42,15 @@ class Sizes:
         return self.sequence * (6 * matrices + 12 * self.layers * self.sequence * self.width)
 
 
+def warm_up(microbatches: int) -> int:
+    """Steps to run before any is timed: for some twenty microbatches the memory of a process still grows, in all programs.
+
+    Args:
+        microbatches: of a step.
+    """
+    return max(-(-24 // microbatches), 2)
+
+
 PEERS = Sizes(layers=8, width=256, heads=8, sequence=128, rows=4)
 GPU = Sizes(layers=24, width=1024, heads=16, sequence=1024, rows=8, vocabulary=24_064, compute_dtype="bfloat16")  # 352M parameters
 TINY = Sizes(layers=2, width=16, heads=2, sequence=8, rows=2)

@@ -5,24 +5,25 @@ gets its own copy as it is.
 
 On CPUs a collective blocks a thread until all peers are there. It must be the thread that calls: if it were one of those that all
 computations share, of which a process with one core has one, two processes could wait for each other for ever. XLA runs a program in the
-calling thread if its input is there and it has next to no arithmetic: hence every input is waited for, and what a program computes
-is refused if it is much.
+calling thread if its input is there, it has next to no arithmetic and few steps: hence every input is waited for, and a program is one
+collective and nothing else. What is packed for it and unpacked after it is a computation like others.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
 AXIS = "process"
-_TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.1 ms and more whatever it carries: leaves share one until copying them costs more
+_TOGETHER = 1 << 24  # bytes; a collective of gloo costs 0.2 ms and more whatever it carries: leaves share one up to this size
 
 
 class Group:
@@ -39,40 +40,34 @@ class Group:
         self._sharding = NamedSharding(self._mesh, PartitionSpec())
         self.blocks = self.device.platform == "cpu"
 
-    def compile(self, function: Callable[[list[Any]], Tree], spec: Tree) -> "Collective":
-        """A program of all devices; here of this one's arrays, with collectives over the axis `AXIS`."""
-        mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-        program = jax.jit(mapped).lower(jax.tree.map(self._spec, spec)).compile()
-        flops = (program.cost_analysis() or {}).get("flops", 0)
-        assert flops < 1000, f"{flops} operations: XLA would not run this collective in the calling thread"
-        return Collective(self, program)
+    def compile(self, function: Callable[..., Tree], *spec: Spec) -> "Collective":
+        """A program of all devices: one collective over the axis `AXIS` of this one's arrays.
 
-    def _spec(self, leaf: jax.Array | Spec) -> Spec:
-        return Spec(leaf.shape, leaf.dtype, sharding=self._sharding)
+        Args:
+            function: arrays -> what the collective gives.
+            spec: of each of the arrays.
+        """
+        mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        program = jax.jit(mapped).lower(*(Spec(s.shape, s.dtype, sharding=self._sharding) for s in spec)).compile()
+        assert not self.blocks or len(steps := _steps(program)) == 1, f"not one step but {steps}: XLA may not run it in the calling thread"
+        return Collective(self, program)
 
     def plain(self, dtype: Any) -> Any:
         """What a dtype travels as: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
-    def encoded(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The arrays as what they travel as, in the same memory."""
-        return [self._viewed(array, self.plain(array.dtype)) for array in arrays]
+    def here(self, shape: tuple[int, ...], dtype: Any) -> Spec:
+        """An array on this process's device, as it travels."""
+        return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
-    def decoded(self, kind: Kind, arrays: list[jax.Array]) -> Tree:
-        """The tree that travelled."""
-        return jax.tree.unflatten(kind[0], [self._viewed(array, dtype) for array, (_, dtype) in zip(arrays, kind[1], strict=True)])
-
-    def _viewed(self, array: jax.Array, dtype: Any) -> jax.Array:
-        return array if array.dtype == dtype else jax.device_put(np.asarray(array).view(dtype), self.device)
-
-    def shared(self, arrays: Tree) -> Tree:
-        """Arrays of all devices, of which this device's copies are these very ones."""
-        return jax.tree.map(lambda array: jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array]), arrays)
+    def shared(self, array: jax.Array) -> jax.Array:
+        """An array of all devices, of which this device's copy is this very one."""
+        return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
     def connect(self) -> None:
         """Open the connections: all processes call it within 30 s of each other, all groups in one order."""
-        nothing = [jnp.zeros((), jnp.uint8, device=self.device)]
-        self.compile(lambda arrays: [jax.lax.all_gather(array, AXIS) for array in arrays], nothing)(nothing)
+        nothing = jnp.zeros((), jnp.uint8, device=self.device)
+        self.compile(lambda x: jax.lax.all_gather(x, AXIS), Spec((), jnp.uint8))(nothing)
 
 
 class Collective:
@@ -81,17 +76,24 @@ class Collective:
     def __init__(self, group: Group, program: jax.stages.Compiled) -> None:
         self._group, self._program = group, program
 
-    def __call__(self, arrays: Tree) -> Tree:
+    def __call__(self, *arrays: jax.Array) -> Tree:
         if self._group.blocks:
             jax.block_until_ready(arrays)
-        return self.run(self._group.shared(arrays))
+        return self.run(*(self._group.shared(array) for array in arrays))
 
-    def run(self, arrays: Tree) -> Tree:
+    def run(self, *arrays: jax.Array) -> Tree:
         """Run it on arrays of all devices; this device's copies of the result."""
-        results = self._program(arrays)
+        results = self._program(*arrays)
         if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
         return jax.tree.map(lambda result: result.addressable_data(0), results)
+
+
+def _steps(program: jax.stages.Compiled) -> list[str]:
+    """What a compiled program does, by the names of XLA: all but what only names memory."""
+    text = program.as_text() or ""
+    operations = re.findall(r" = .*? ([a-z-]+)\(", re.sub(r"/\*.*?\*/", "", text[text.index("ENTRY") :]))
+    return [name for name in operations if name not in ("parameter", "bitcast", "tuple", "get-tuple-element")]
 
 
 def kind_of(tree: Tree) -> Kind:
@@ -112,22 +114,59 @@ def _told(kind: Kind) -> str:
     return str(jax.tree.unflatten(kind[0], leaves))
 
 
-def packed(arrays: Sequence[jax.Array], together: list[list[int]]) -> list[jax.Array]:
-    """Flat arrays, each of those that go together."""
-    return [jnp.concatenate([arrays[i].ravel() for i in group]) for group in together]
+class Packing:
+    """How the leaves of a tree travel: a large one as it is, small ones of a dtype joined. Empty ones do not.
+
+    Args:
+        group: who moves them.
+        leaves: of the tree.
+
+    Attributes:
+        arrays: that travel.
+        dtypes: of the numbers in each of them.
+    """
+
+    def __init__(self, group: Group, leaves: Sequence[Spec]) -> None:
+        self._leaves = leaves
+        groups = _grouped(leaves)
+        self._alone = [i for i, *more in groups if not more and group.plain(leaves[i].dtype) == leaves[i].dtype]
+        self._together = [positions for positions in groups if positions[0] not in self._alone]
+        self._plain = [group.plain(leaves[i].dtype) for i, *_ in self._together]
+        self._join, self._split = jax.jit(self._joined), jax.jit(self._pieces)
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=group.device) for leaf in leaves]
+        self._empty = {i: leaf for i, leaf in enumerate(zeros) if leaf.size == 0}
+        arrays = self.pack(zeros)
+        self.unpack(arrays)  # now both are compiled
+        self.arrays = [group.here(array.shape, array.dtype) for array in arrays]
+        self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
+
+    def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """What travels."""
+        alone = [leaves[i] for i in self._alone]
+        return [*alone, *self._join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
+
+    def unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves that travelled."""
+        found = self._empty | dict(zip(self._alone, arrays, strict=False))
+        if self._together:
+            for positions, pieces in zip(self._together, self._split(arrays[len(self._alone) :]), strict=True):
+                found.update(zip(positions, pieces, strict=True))
+        return [found[i] for i in range(len(self._leaves))]
+
+    def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
+        # Seen as what they travel as before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
+        return [jnp.concatenate([leaf.view(plain).ravel() for leaf in group]) for group, plain in zip(groups, self._plain, strict=True)]
+
+    def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        pieces = []
+        for positions, array in zip(self._together, arrays, strict=True):
+            leaves = [self._leaves[i] for i in positions]
+            split = jnp.split(array, np.cumsum([leaf.size for leaf in leaves])[:-1])
+            pieces.append([piece.reshape(leaf.shape).view(leaf.dtype) for piece, leaf in zip(split, leaves, strict=True)])
+        return pieces
 
 
-def unpacked(flats: list[jax.Array], together: list[list[int]], leaves: Sequence[jax.Array | Spec]) -> list[jax.Array]:
-    """The arrays that were packed, shaped like the leaves."""
-    arrays = {}
-    for flat, group in zip(flats, together, strict=True):
-        ends = np.cumsum([leaves[i].size for i in group])
-        for i, piece in zip(group, jnp.split(flat, ends[:-1]), strict=True):
-            arrays[i] = piece.reshape(leaves[i].shape)
-    return [arrays[i] if i in arrays else jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
-
-
-def grouped(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
+def _grouped(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
     """Positions of the leaves that share a collective: of one dtype, in order, and not too large. Empty leaves are in none."""
     groups: dict[Any, list[list[int]]] = {}
     room: dict[Any, int] = {}

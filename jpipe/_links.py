@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from jpipe._collectives import AXIS, Collective, Group, Kind, Spec, Tree, grouped, kind_of, known, packed, unpacked
+from jpipe._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
 
-Rows = list[Any]  # flat arrays, one for each device or from each
-_Exchange = Callable[[list[Rows]], list[Rows]]
+Rows = list[jax.Array]  # one for each device or from each
+_Step = Callable[[Tree], Tree]  # of a sum
 
 _BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
 
@@ -37,9 +36,7 @@ class Link:
     def __init__(self, source: jax.Device, to: jax.Device) -> None:
         self._group = Group((source, to))
         self._sends = self._group.device == source
-        self._programs: dict[Kind, Collective] = {}
-        # What the receiver puts in to get a message out. Kept: making it would cost as much memory traffic as the message.
-        self._placeholders: dict[Kind, list[jax.Array]] = {}
+        self._programs: dict[Kind, _Moves] = {}
 
     def compile(self, spec: Tree) -> None:
         """Make ready for one kind of message. The receiving process keeps an array for each leaf of it.
@@ -50,17 +47,10 @@ class Link:
         kind = kind_of(spec)
         if kind in self._programs:
             return
-        leaves = jax.tree.leaves(spec)
-        together = grouped(leaves)
-
-        def move(arrays: list[jax.Array]) -> list[jax.Array]:
-            return unpacked([jax.lax.ppermute(flat, AXIS, [(0, 1)]) for flat in packed(arrays, together)], together, arrays)
-
-        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype)) for leaf in leaves]
-        self._programs[kind] = self._group.compile(move, plain)
-        if not self._sends:
-            zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=self._group.device) for leaf in plain]
-            self._placeholders[kind] = self._group.shared(jax.block_until_ready(zeros))
+        packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+        programs = [self._group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(0, 1)]), array) for array in packing.arrays]
+        placeholders = [self._group.shared(jnp.zeros(a.shape, a.dtype, device=self._group.device)) for a in packing.arrays]
+        self._programs[kind] = _Moves(packing, programs, [] if self._sends else jax.block_until_ready(placeholders))
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
@@ -76,7 +66,9 @@ class Link:
             tree: arrays on `source`, of a kind that was compiled. They are not copied and not consumed.
         """
         assert self._sends, "this process has the receiving end of the link"
-        self._programs[known(tree, self._programs)](self._group.encoded(jax.tree.leaves(tree)))
+        packing, programs, _ = self._programs[known(tree, self._programs)]
+        for program, array in zip(programs, packing.pack(jax.tree.leaves(tree)), strict=True):
+            program(array)
 
     def receive(self, spec: Tree) -> Tree:
         """Take the next message, in the process of `to`. On CPUs this returns when it is there.
@@ -89,15 +81,32 @@ class Link:
         """
         assert not self._sends, "this process has the sending end of the link"
         kind = known(spec, self._programs)
-        return self._group.decoded(kind, self._programs[kind].run(self._placeholders[kind]))
+        packing, programs, placeholders = self._programs[kind]
+        arrays = [program.run(placeholder) for program, placeholder in zip(programs, placeholders, strict=True)]
+        return jax.tree.unflatten(kind[0], packing.unpack(arrays))
+
+
+class _Moves(NamedTuple):
+    """How one kind of message gets over a link.
+
+    Attributes:
+        packing: of its leaves.
+        programs: one for each array that travels.
+        placeholders: what the receiver puts in to get those out; making them would cost as much memory traffic as the message.
+    """
+
+    packing: Packing
+    programs: list[Collective]
+    placeholders: Rows
 
 
 class Reduction:
     """The sum over devices of different processes, one each.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
-    adds in this order. Each process adds up a share of every part and sends 2 (n - 1) / n of the tree, as in a ring. Not `psum`: gloo
-    adds in an order of its own, XLA has another thread do it, and a kilobyte takes 4 ms where a process has one core.
+    adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
+    up all; more of them a share of the tree to each, and then the sum of the own share to all. Not `psum`: gloo adds in an order of its
+    own, XLA has another thread do it, and a kilobyte takes 4 ms where a process has one core.
 
     Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
     before the other starts.
@@ -108,7 +117,7 @@ class Reduction:
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._group, self._reversed = Group(devices), Group(devices[::-1])
-        self._programs: dict[Kind, _Sum] = {}
+        self._programs: dict[Kind, list[_Step]] = {}
 
     def compile(self, spec: Tree) -> None:
         """Make ready for one kind of tree.
@@ -116,32 +125,10 @@ class Reduction:
         Args:
             spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
         """
-        if kind_of(spec) in self._programs:
-            return
-        n, leaves = self._group.size, jax.tree.leaves(spec)
-        together = grouped(leaves)
-        sizes = [sum(leaves[i].size for i in group) for group in together]
-        dtypes = [leaves[group[0]].dtype for group in together]
-
-        def pack(arrays: list[jax.Array]) -> list[Rows]:
-            return [list(jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)) for flat in packed(arrays, together)]
-
-        def add(parts: list[Rows]) -> list[jax.Array]:
-            numbers = [[row.view(dtype) for row in rows] for rows, dtype in zip(parts, dtypes, strict=True)]
-            return [reduce(jnp.add, rows).view(part[0].dtype) for rows, part in zip(numbers, parts, strict=True)]
-
-        def unpack(shares: list[Rows]) -> list[jax.Array]:
-            return unpacked([jnp.concatenate(rows)[:size] for rows, size in zip(shares, sizes, strict=True)], together, plain)
-
-        here = SingleDeviceSharding(self._group.device)
-        plain = [Spec(leaf.shape, self._group.plain(leaf.dtype), sharding=here) for leaf in leaves]
-        rows = [[Spec((-(-size // n),), self._group.plain(dtype), sharding=here)] * n for size, dtype in zip(sizes, dtypes, strict=True)]
-        self._programs[kind_of(spec)] = _Sum(
-            jax.jit(pack).lower(plain).compile(),
-            self._exchange(rows),
-            jax.jit(add).lower(rows).compile(),
-            jax.jit(unpack).lower(rows).compile(),
-        )
+        kind = kind_of(spec)
+        if kind not in self._programs:
+            packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+            self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
 
     def connect(self) -> None:
         """Open the connections, as `Link.connect` does."""
@@ -158,52 +145,71 @@ class Reduction:
             The sum, committed to the same device.
         """
         kind = known(tree, self._programs)
-        pack, exchange, add, unpack = self._programs[kind]
-        shares = add(exchange(pack(self._group.encoded(jax.tree.leaves(tree)))))
-        return self._group.decoded(kind, unpack(exchange([[share] * self._group.size for share in shares])))
+        moved = jax.tree.leaves(tree)
+        for step in self._programs[kind]:
+            moved = step(moved)
+        return jax.tree.unflatten(kind[0], moved)
 
-    def _exchange(self, spec: list[Rows]) -> "_Exchange":
-        """A program that sends row i of each list to device i and gives back, in their order, those that the devices have for this one."""
-        largest = max((rows[0].size * rows[0].dtype.itemsize for rows in spec), default=0)
-        if self._group.blocks and self._group.size == 2 and largest > _BUFFERED:
-            return self._both_ways(spec)
+    def _of_two(self, packing: Packing) -> list[_Step]:
+        """Each gets all that the other has, and adds up everything."""
+        large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
+        parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
+        add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
+        return [packing.pack, self._swapped(packing.arrays) if large else self._gathered(packing.arrays), add]
 
-        def exchange(lists: list[Rows]) -> list[Rows]:
-            return [list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0)) for rows in lists]
+    def _gathered(self, arrays: list[Spec]) -> _Step:
+        """From what this process has to what both have, in the order of the devices."""
+        programs = [self._group.compile(lambda x: jax.lax.all_gather(x, AXIS), array) for array in arrays]
+        return lambda own: [program(array) for program, array in zip(programs, own, strict=True)]
 
-        return self._group.compile(exchange, spec)
+    def _swapped(self, arrays: list[Spec]) -> _Step:
+        """The same by two collectives at once, each of which moves one way.
 
-    def _both_ways(self, spec: list[Rows]) -> "_Exchange":
-        """An exchange between two processes by two collectives at once, each of which moves one way.
-
-        In one collective they would send one after the other: with gloo a process says that it is ready to receive only after what it
+        In one collective they would go one after the other: with gloo a process says that it is ready to receive only after what it
         sends itself. The two take connections of their own, on which a link of the two devices moves the other way.
         """
-        here = list(self._group.devices).index(self._group.device)
+        first = self._group.devices[0] == self._group.device
+        groups = (self._reversed, self._group) if first else (self._group, self._reversed)
+        ways = [[group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(1, 0)]), array) for array in arrays] for group in groups]
 
-        def back(lists: list[Rows]) -> Rows:
-            return [jax.lax.ppermute(rows[0], AXIS, [(1, 0)]) for rows in lists]
+        def swap(own: Rows) -> list[Rows]:
+            sending = _in_a_thread(lambda: [program(array) for program, array in zip(ways[0], own, strict=True)])
+            other = [program(array) for program, array in zip(ways[1], own, strict=True)]
+            sending.result()
+            return [list(pair) for pair in (zip(own, other, strict=True) if first else zip(other, own, strict=True))]
 
-        sent = [rows[:1] for rows in spec]
-        ways = self._group.compile(back, sent), self._reversed.compile(back, sent)
+        return swap
+
+    def _of_shares(self, packing: Packing) -> list[_Step]:
+        """Each process adds up a share of everything, and then all get all shares."""
+        n = self._group.size
+        shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
+
+        def cut(leaves: Rows) -> list[Rows]:
+            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.pack(leaves)]
+
+        def join(rows: list[Rows]) -> Rows:
+            whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
+            return packing.unpack(whole)
+
+        def swap(*rows: jax.Array) -> Rows:
+            return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))
+
+        programs = [self._group.compile(swap, *[share] * n) for share in shares]
+        each = [[share] * n for share in shares]
+        added = jax.jit(lambda parts: _sums(packing, parts)).lower(each).compile()
+        joined = jax.jit(join).lower(each).compile()
 
         def exchange(lists: list[Rows]) -> list[Rows]:
-            sent = [[rows[1 - here]] for rows in lists]
-            sending = _in_a_thread(lambda: ways[1 - here](sent))
-            received = ways[here](sent)
-            sending.result()
-            return [[rows[0], other] if here == 0 else [other, rows[1]] for rows, other in zip(lists, received, strict=True)]
+            return [program(*rows) for program, rows in zip(programs, lists, strict=True)]
 
-        return exchange
+        return [jax.jit(cut), exchange, added, lambda sums: exchange([[share] * n for share in sums]), joined]
 
 
-class _Sum(NamedTuple):
-    """The programs of a sum. The exchange comes twice: a process adds up a share of all parts, and then all get all shares."""
-
-    pack: jax.stages.Compiled
-    exchange: _Exchange
-    add: jax.stages.Compiled
-    unpack: jax.stages.Compiled
+def _sums(packing: Packing, parts: list[Any]) -> Rows:
+    """Of the parts of each array that travels, in their order, whatever they travel as."""
+    numbers = [[part.view(dtype) for part in each] for each, dtype in zip(parts, packing.dtypes, strict=True)]
+    return [reduce(jnp.add, each).view(array.dtype) for each, array in zip(numbers, packing.arrays, strict=True)]
 
 
 def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":

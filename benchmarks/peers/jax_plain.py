@@ -6,7 +6,7 @@ import jax
 
 from benchmarks import gpt
 from benchmarks.serve import serve, step_by_step
-from benchmarks.sizes import PEERS
+from benchmarks.sizes import PEERS, warm_up
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     microbatches = int(sys.argv[1])
     batch = jax.device_put(gpt.data(PEERS, microbatches))
     step = gpt.PlainStep(PEERS, microbatches, batch)
-    for _ in range(2):
+    for _ in range(warm_up(microbatches)):
         step()
     serve(step_by_step(step), parameters=sum(leaf.size for leaf in jax.tree.leaves(step.params)))
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import gpt
 from benchmarks.serve import serve, step_by_step
-from benchmarks.sizes import PEERS
+from benchmarks.sizes import PEERS, warm_up
 
 WHOLE, CUT = PartitionSpec(), PartitionSpec("stage")
 
@@ -39,7 +39,7 @@ def main() -> None:
         params, optimizer_state, loss = step(params, optimizer_state, batch)
         jax.block_until_ready((params, loss))
 
-    for _ in range(2):
+    for _ in range(warm_up(microbatches)):
         one()
     serve(step_by_step(one), parameters=sum(leaf.size for leaf in jax.tree.leaves(params)))
 

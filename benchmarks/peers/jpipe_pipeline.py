@@ -1,7 +1,7 @@
 """`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model through jpipe, a stage a process.
 
-The schedule `dp` is data parallelism: one stage, a replica a process. With one process the stages share its core, and the times of
-their computations are measured on the side.
+SCHEDULE is one of jpipe's, with `+1` one more microbatch in flight, or `dp`, data parallelism: one stage, a replica a process. With one
+process the stages share its core, and the times of their computations are measured on the side.
 """
 
 import sys
@@ -13,14 +13,14 @@ import jpipe
 from benchmarks import gpt
 from benchmarks.pipelines import Runner
 from benchmarks.serve import serve
-from benchmarks.sizes import PEERS
+from benchmarks.sizes import PEERS, warm_up
 
 STAGES = 2
 
 
 def main() -> None:
     """Compile, warm up, then run the steps that standard input asks for."""
-    schedule, (microbatches, process, processes, port) = sys.argv[1], map(int, sys.argv[2:6])
+    (schedule, _, extra), (microbatches, process, processes, port) = sys.argv[1].partition("+"), map(int, sys.argv[2:6])
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
@@ -28,14 +28,14 @@ def main() -> None:
     if schedule == "dp":
         plan = jpipe.Plan.even(stack.ids, 1, "pipedream_flush", microbatches, replicas=processes)
     else:
-        plan = jpipe.Plan.even(stack.ids, STAGES, schedule, microbatches)
+        plan = jpipe.Plan.even(stack.ids, STAGES, schedule, microbatches, extra_in_flight=int(extra or 0))
     pipe = jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())
     facts: dict[str, Any] = {"parameters": gpt.count_parameters(stack, batch[0][: PEERS.rows])}
     if processes == 1:
         serve(lambda steps: {"stage_seconds": _stage_seconds(pipe, batch, steps)}, **facts)
     else:
         runner = Runner(pipe, batch)
-        runner(3)
+        runner(warm_up(microbatches))
         serve(runner, **facts)
 
 

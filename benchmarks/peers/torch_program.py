@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.serve import serve, step_by_step
-from benchmarks.sizes import PEERS
+from benchmarks.sizes import PEERS, warm_up
 
 PIPELINES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -41,7 +41,7 @@ def main() -> None:
             model = nn.parallel.DistributedDataParallel(model)
         own = slice(process, None, processes)
         step = _plain_step(model, inputs.split(PEERS.rows)[own], labels.split(PEERS.rows)[own])
-    for _ in range(2):
+    for _ in range(warm_up(microbatches)):
         step()
     serve(step_by_step(step), parameters=int(count))
 

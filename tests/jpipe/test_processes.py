@@ -223,7 +223,8 @@ def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies()
         processes[0].kill()
         for index in (1, 2):
             code, _, err = ending(processes[index])
-            assert (code, err.splitlines()[-1]) == (1, f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum")
+            assert code == 1
+            assert f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum" in err.splitlines()  # JAX talks too
 
 
 def test_with_jax_all_end_well():
