@@ -27,7 +27,7 @@ class Limits:
 
     Attributes:
         silence: seconds without a sign of life of a process; a main thread may hold Python's lock that long.
-        wait: seconds that one wait inside of `Processes.waiting` may last.
+        wait: seconds that one wait inside of `Processes.waiting` may last while nothing moves between any two processes.
         grace: seconds from the loss of the run until a process that has not ended by itself is ended.
     """
 

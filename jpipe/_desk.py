@@ -1,5 +1,6 @@
 """What process 0 decides for all processes of a run: whether they agree, when all have met, who is lost. No sockets, no threads."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,23 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says of itself each beat: its longest wait, and where its main thread is."""
+    """What a process says of itself each beat.
+
+    Attributes:
+        at: where its main thread is.
+        what: its longest wait is for, in words.
+        on: the process waited for, where it is one.
+        seconds: that it has lasted.
+        limit: that it may last.
+        still: seconds since arrays have last moved between this process and any other.
+    """
 
     at: str
     what: str = ""
     on: int | None = None
     seconds: float = 0.0
-    overdue: bool = False
+    limit: float = math.inf
+    still: float = math.inf
 
 
 class Desk:
@@ -48,8 +59,9 @@ class Desk:
             case {"stop": reason}:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
-                self._beats[sender] = Beat(**beat)
-                if beat["overdue"]:
+                own = self._beats[sender] = Beat(**beat)
+                still = min(other.still for other in self._beats.values())
+                if own.seconds > own.limit and still > own.limit:  # not while large arrays are on their way, over slow links
                     return {"lost": self._blame(sender)}
         return None
 

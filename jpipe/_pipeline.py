@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
+from jpipe._collectives import Collective
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError, cause
@@ -42,7 +43,7 @@ def join_processes() -> Processes | None:
         InputError: process 0 cannot be reached.
         PeerLost: not all have joined in time.
     """
-    return Processes.join() if jax.process_count() > 1 else None
+    return Processes.join(progress=lambda: Collective.done) if jax.process_count() > 1 else None
 
 
 class Pipeline:

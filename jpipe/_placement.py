@@ -25,7 +25,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
             each = "stage" if count == plan.depth else "worker"
             raise InputError(f"devices: expected {count}, one for each {each}, found {len(devices)}")
         return _alike(plan, tuple(devices))
-    everywhere = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    everywhere = _everywhere()
     if plan.placement is not None:
         numbers = [number for replicas in plan.placement for number in replicas]
         if max(numbers) >= len(everywhere):
@@ -47,17 +47,31 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
 def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
     """Where each worker runs, as text: a row for each stage, a column for each replica; `w` counts workers, `p` processes.
 
+    Devices have the numbers that `placement` names them by, counted over all processes.
+
     Args:
         plan: what runs.
         devices: of each worker, as `place` gives them.
     """
     several = len({device.process_index for device in devices}) > 1
-    cells = [f"w{w} {f'p{device.process_index} ' if several else ''}{device.platform}:{device.id}" for w, device in enumerate(devices)]
+    names = _names(devices)
+    cells = [f"w{w} {f'p{device.process_index} ' if several else ''}{names[device]}" for w, device in enumerate(devices)]
     rows = [[cells[w] for w in workers] for workers in plan.stage_workers]
     columns = max(len(row) for row in rows)
     table = [["", *(f"replica {r}" for r in range(columns))], *([f"stage {s}", *row] for s, row in enumerate(rows))]
     widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(columns + 1)]
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in table)
+
+
+def _everywhere() -> list[jax.Device]:
+    """All devices of all processes, as `placement` counts them."""
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def _names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
+    """By device its platform and its number. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
+    numbers = {device: number for number, device in enumerate(_everywhere())}
+    return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
 
 def _alike(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
@@ -78,6 +92,6 @@ def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
     """The workers and the devices, one under the other."""
     workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
     of: dict[int, list[str]] = {}
-    for device in devices:
-        of.setdefault(device.process_index, []).append(f"{device.platform}:{device.id}")
+    for device, name in _names(devices).items():
+        of.setdefault(device.process_index, []).append(name)
     return ["workers:", *workers, "devices:", *(f"  process {p}: {' '.join(names)}" for p, names in of.items())]

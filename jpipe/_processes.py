@@ -46,8 +46,9 @@ class Processes:
         count: how many there are. With one there is nothing to wait for and nothing is watched.
     """
 
-    def __init__(self, index: int, count: int, limits: Limits) -> None:
+    def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
+        self._progress, self._seen, self._still = progress, 0, 0  # beats since it was seen to grow
         self._changed = threading.Condition()  # guards the next three, which threads of the caller wait for
         self._lost: str | None = None
         self._answers: dict[str, list[str]] = {}
@@ -57,20 +58,23 @@ class Processes:
         self._channel = Channel(index, count, limits, self._take, self._beat)
 
     @classmethod
-    def join(cls, *, limit: float = 60.0, limits: Limits | None = None, store: Store | None = None) -> "Processes":
+    def join(
+        cls, *, limit: float = 60.0, limits: Limits | None = None, store: Store | None = None, progress: Callable[[], int] = lambda: 0
+    ) -> "Processes":
         """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
 
         Args:
             limit: seconds to wait for the others.
             limits: how long silence and waits may last; the same in all processes.
             store: how the processes find each other; by `jax.distributed` where not given.
+            progress: a number that grows as long as this process exchanges anything with others: waits may then last longer.
 
         Raises:
             InputError: process 0 cannot be reached.
             PeerLost: not all have joined in time.
         """
         store = JaxStore() if store is None else store
-        processes = cls(store.index, store.count, Limits() if limits is None else limits)
+        processes = cls(store.index, store.count, Limits() if limits is None else limits, progress)
         if processes.count > 1:
             processes._channel.open(store, limit)
             processes._meet("joining", {}, "all processes to join", limit)
@@ -206,13 +210,15 @@ class Processes:
     def _beat(self) -> Beat:
         for wait in list(self._waits.values()):
             wait.beats += 1
+        seen, self._seen = self._seen, self._progress()
+        self._still = self._still + 1 if self._seen == seen else 0
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         calls = [f"{os.path.basename(f.f_code.co_filename)}:{line} ({f.f_code.co_name})" for f, line in traceback.walk_stack(frame)]
         longest = self._longest_wait()
         if longest is None:
-            return Beat(" called by ".join(calls[:3]))
-        seconds = longest.beats * self._limits.beat
-        return Beat(" called by ".join(calls[:3]), str(longest.what)[:500], longest.on, seconds, seconds > longest.limit)
+            return Beat(" called by ".join(calls[:3]), still=self._still * self._limits.beat)
+        seconds, still = longest.beats * self._limits.beat, self._still * self._limits.beat
+        return Beat(" called by ".join(calls[:3]), str(longest.what)[:500], longest.on, seconds, longest.limit, still)
 
     def _longest_wait(self) -> _Wait | None:
         return max(list(self._waits.values()), key=lambda wait: wait.beats, default=None)

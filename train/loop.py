@@ -164,7 +164,8 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
     try:
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
-            report.write_report(folder.path, report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit))
+            of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes)
+            report.write_report(folder.path, of_run)
     except OSError as error:
         reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
     except Exception as error:
@@ -180,7 +181,7 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
     """The last words of a run."""
     if summary.measured is not None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
-        if why := report.why_slower(summary.predicted, summary.measured):
+        if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
             reporter.say(why)
     if summary.folder is None:
         return

@@ -34,6 +34,7 @@ class Report:
         predicted: batches of the run as simulated.
         measured: the same batches as traced.
         unit: of the losses; may be empty.
+        processes: how many ran it.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Report:
     predicted: jpipe.Window | None = None
     measured: jpipe.Window | None = None
     unit: str = "nats a byte"
+    processes: int = 1
 
     @property
     def windows(self) -> dict[str, jpipe.Window]:
@@ -74,8 +76,8 @@ def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> li
     return rows
 
 
-def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> str | None:
-    """What makes measured steps take much longer than predicted, in words; None where they do not."""
+def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None, processes: int = 1) -> str | None:
+    """What makes measured steps of so many processes take much longer than predicted, in words; None where they do not."""
     if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
         return None
     median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
@@ -83,6 +85,11 @@ def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None) ->
         return (
             f"Steps take longer than predicted: the computations are so short (median {_time(median)}) that starting them from the host "
             "takes longer than running them; with larger microbatches or a larger model the difference vanishes."
+        )
+    if processes > 1:
+        return (
+            "Steps take longer than predicted: the prediction leaves out what moves between processes, and that processes of one machine "
+            "share its cores; plan.extra_in_flight=1 hides transfers behind one more microbatch."
         )
     return "Steps take longer than predicted: other programs used the cores at the same time."
 
@@ -172,7 +179,7 @@ def _comparison_table(report: Report) -> str:
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
         "sizes from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
         + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
-        + (f" {why}" if (why := why_slower(report.predicted, report.measured)) else "")
+        + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
     )
 
 

@@ -246,15 +246,25 @@ def beats(desk, *of_processes):
 def test_the_end_of_a_chain_of_waits_is_blamed():
     desk = Desk(4)
     beats(desk, Beat("", "gradients 0", 1, 44.0), Beat("", "gradients 1", 2, 44.0), Beat("c.py:3 (h)", "z", 3, 0.2), Beat(""))
-    overdue = Beat("", "gradients 0", 1, 46.0, True)
+    overdue = Beat("", "gradients 0", 1, 46.0, 45.0)
     assert desk.answer(0, {"beat": vars(overdue)}) == {
         "lost": "process 2 hangs: process 0 has waited 46 s for gradients 0, and process 2 is in c.py:3 (h)",
     }
 
 
+def test_nobody_is_blamed_while_arrays_move():
+    desk, waits = Desk(2), Beat("", "gradients 0", 1, 100.0, 45.0, still=100.0)
+    beats(desk, Beat("", still=0.0), Beat("c.py:3 (h)", still=44.0))
+    assert desk.answer(0, {"beat": vars(waits)}) is None
+    desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", still=46.0))})
+    assert desk.answer(0, {"beat": vars(waits)}) == {
+        "lost": "process 1 hangs: process 0 has waited 100 s for gradients 0, and process 1 is in c.py:3 (h)",
+    }
+
+
 def test_processes_that_wait_for_each_other_are_told_so():
     desk = Desk(2)
-    assert beats(desk, Beat("", "gradients 0", 1, 30.0), Beat("", "activations 1", 0, 46.0, True))[1] == {
+    assert beats(desk, Beat("", "gradients 0", 1, 30.0), Beat("", "activations 1", 0, 46.0, 45.0))[1] == {
         "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
     }
 
@@ -262,7 +272,7 @@ def test_processes_that_wait_for_each_other_are_told_so():
 def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
     desk = Desk(2)
     assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
-    answers = beats(desk, Beat("", "all processes to reach 'start'", None, 601.0, True), Beat("", "loss 3", None, 601.0, True))
+    answers = beats(desk, Beat("", "all processes to reach 'start'", None, 601.0, 600.0), Beat("", "loss 3", None, 601.0, 600.0))
     assert answers == [
         {"lost": "process 1 has not joined: process 0 has waited 601 s for all processes to reach 'start'"},
         {"lost": "process 1 has waited 601 s for loss 3"},
