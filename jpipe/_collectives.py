@@ -129,12 +129,13 @@ class Packing:
         leaves: of the tree.
 
     Attributes:
+        leaves: of the tree, on the device of this process.
         arrays: that travel.
         dtypes: of the numbers in each of them.
     """
 
     def __init__(self, group: Group, leaves: Sequence[Spec]) -> None:
-        self._leaves = leaves
+        self.leaves = [Spec(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(group.device)) for leaf in leaves]
         groups = _grouped(leaves)
         self._alone = [i for i, *more in groups if not more and group.plain(leaves[i].dtype) == leaves[i].dtype]
         self._together = [positions for positions in groups if positions[0] not in self._alone]
@@ -158,7 +159,7 @@ class Packing:
         if self._together:
             for positions, pieces in zip(self._together, self._split(arrays[len(self._alone) :]), strict=True):
                 found.update(zip(positions, pieces, strict=True))
-        return [found[i] for i in range(len(self._leaves))]
+        return [found[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
         # Seen as what they travel as before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
@@ -167,7 +168,7 @@ class Packing:
     def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
         pieces = []
         for positions, array in zip(self._together, arrays, strict=True):
-            leaves = [self._leaves[i] for i in positions]
+            leaves = [self.leaves[i] for i in positions]
             split = jnp.split(array, np.cumsum([leaf.size for leaf in leaves])[:-1])
             pieces.append([piece.reshape(leaf.shape).view(leaf.dtype) for piece, leaf in zip(split, leaves, strict=True)])
         return pieces

@@ -130,7 +130,7 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
         "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
         "average_state": lambda: (f.average_state, (), (specs.state, specs.state, floats_of(specs.state))),
         "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
-        "finish": lambda: (f.finish, (), (reduced_spec(f),)),
+        "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
     function, donated, inputs = arguments[name]()

@@ -203,7 +203,13 @@ class Reduction:
         def exchange(lists: list[Rows]) -> list[Rows]:
             return [program(*rows) for program, rows in zip(programs, lists, strict=True)]
 
-        return [jax.jit(cut), exchange, added, lambda sums: exchange([[share] * n for share in sums]), joined]
+        return [
+            jax.jit(cut).lower(packing.leaves).compile(),
+            exchange,
+            added,
+            lambda sums: exchange([[share] * n for share in sums]),
+            joined,
+        ]
 
 
 def _sums(packing: Packing, parts: list[Any]) -> Rows:

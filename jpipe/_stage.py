@@ -119,7 +119,7 @@ class StageFunctions:
         return new_params, new_state, zeros, (sums["loss"] / divisor, sums["weight"]) if self.last else None
 
     def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
-        """What replicas have summed, (sums, layer state), with the (mean loss, weight) of the batch, known at the last stage."""
+        """What replicas have summed, (sums, layer state), used up, with the (mean loss, weight) of the batch, known at the last stage."""
         sums, state = summed
         return sums, state, (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe._collectives import AXIS, Group
 from jpipe._links import Link, Reduction
 
 LIMIT = 60  # seconds for everything; only a deadlock comes near
@@ -315,6 +316,8 @@ def mistakes_are_told(world):
             call(other)
     with pytest.raises(AssertionError, match=r"this process has the (receiving|sending) end"):
         link.receive(spec) if world.here == 0 else link.send(spec)
+    with pytest.raises(AssertionError, match=r"not one step but \['(fusion|add)', 'collective-permute'\]: XLA may not run it"):
+        Group((a, b)).compile(lambda x: jax.lax.ppermute(x + 1, AXIS, [(0, 1)]), jax.ShapeDtypeStruct((8,), "float32"))
 
 
 SCENARIOS = (
