@@ -60,14 +60,13 @@ class Group:
         """An array on this process's device, as it travels."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
+    def zeros(self, spec: Spec) -> jax.Array:
+        """An array of nothing on this process's device."""
+        return jnp.zeros(spec.shape, spec.dtype, device=self.device)
+
     def shared(self, array: jax.Array) -> jax.Array:
         """An array of all devices, of which this device's copy is this very one."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
-
-    def connect(self) -> None:
-        """Open the connections: all processes call it within 30 s of each other, all groups in one order."""
-        nothing = jnp.zeros((), jnp.uint8, device=self.device)
-        self.compile(lambda x: jax.lax.all_gather(x, AXIS), Spec((), jnp.uint8))(nothing)
 
 
 class Collective:
@@ -141,7 +140,7 @@ class Packing:
         self._together = [positions for positions in groups if positions[0] not in self._alone]
         self._plain = [group.plain(leaves[i].dtype) for i, *_ in self._together]
         self._join, self._split = jax.jit(self._joined), jax.jit(self._pieces)
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype, device=group.device) for leaf in leaves]
+        zeros = [group.zeros(leaf) for leaf in leaves]
         self._empty = {i: leaf for i, leaf in enumerate(zeros) if leaf.size == 0}
         arrays = self.pack(zeros)
         self.unpack(arrays)  # now both are compiled

@@ -7,7 +7,7 @@ dtypes), so that no process waits in a collective for another's compiler.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jpipe._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tre
 Rows = list[jax.Array]  # one for each device or from each
 _Step = Callable[[Tree], Tree]  # of a sum
 
+_BYTE = Spec((), jnp.uint8)
 _BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
 
 
@@ -35,6 +36,7 @@ class Link:
 
     def __init__(self, source: jax.Device, to: jax.Device) -> None:
         self._group = Group((source, to))
+        self._byte = self._group.compile(_onward, _BYTE)
         self._sends = self._group.device == source
         self._programs: dict[Kind, _Moves] = {}
 
@@ -48,8 +50,8 @@ class Link:
         if kind in self._programs:
             return
         packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
-        programs = [self._group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(0, 1)]), array) for array in packing.arrays]
-        placeholders = [self._group.shared(jnp.zeros(a.shape, a.dtype, device=self._group.device)) for a in packing.arrays]
+        programs = [self._group.compile(_onward, array) for array in packing.arrays]
+        placeholders = [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
         self._programs[kind] = _Moves(packing, programs, [] if self._sends else jax.block_until_ready(placeholders))
 
     def connect(self) -> None:
@@ -57,7 +59,7 @@ class Link:
 
         Without it the first message does so, and gloo gives up if the peer is not there for that message within 30 s.
         """
-        self._group.connect()
+        self._byte(self._group.zeros(_BYTE))
 
     def send(self, tree: Tree) -> None:
         """Send a message, in the process of `source`. On CPUs this returns when the receiver has it.
@@ -116,7 +118,8 @@ class Reduction:
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._group, self._reversed = Group(devices), Group(devices[::-1])
+        self._group = Group(devices)
+        self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
         self._programs: dict[Kind, list[_Step]] = {}
 
     def compile(self, spec: Tree) -> None:
@@ -132,8 +135,8 @@ class Reduction:
 
     def connect(self) -> None:
         """Open the connections, as `Link.connect` does."""
-        self._group.connect()
-        self._reversed.connect()
+        for group, gather in self._bytes.items():
+            gather(group.zeros(_BYTE))
 
     def __call__(self, tree: Tree) -> Tree:
         """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
@@ -150,16 +153,23 @@ class Reduction:
             moved = step(moved)
         return jax.tree.unflatten(kind[0], moved)
 
+    @cached_property
+    def _reversed(self) -> Group:
+        """The devices in the other order have connections of their own; opened only where they are used."""
+        group = Group(self._group.devices[::-1])
+        self._bytes[group] = group.compile(_gathered, _BYTE)
+        return group
+
     def _of_two(self, packing: Packing) -> list[_Step]:
         """Each gets all that the other has, and adds up everything."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
         parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
         add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
-        return [packing.pack, self._swapped(packing.arrays) if large else self._gathered(packing.arrays), add]
+        return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
-    def _gathered(self, arrays: list[Spec]) -> _Step:
+    def _both(self, arrays: list[Spec]) -> _Step:
         """From what this process has to what both have, in the order of the devices."""
-        programs = [self._group.compile(lambda x: jax.lax.all_gather(x, AXIS), array) for array in arrays]
+        programs = [self._group.compile(_gathered, array) for array in arrays]
         return lambda own: [program(array) for program, array in zip(programs, own, strict=True)]
 
     def _swapped(self, arrays: list[Spec]) -> _Step:
@@ -210,6 +220,14 @@ class Reduction:
             lambda sums: exchange([[share] * n for share in sums]),
             joined,
         ]
+
+
+def _onward(x: jax.Array) -> jax.Array:
+    return jax.lax.ppermute(x, AXIS, [(0, 1)])
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, AXIS)
 
 
 def _sums(packing: Packing, parts: list[Any]) -> Rows:
