@@ -1,11 +1,13 @@
 """What each process measured of its own workers, brought together in process 0: a message of numbers a worker, beside the run."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import jpipe
 
 _OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
+_PIECE = 2**16  # numbers told at once: a megabyte of text, of the sixteen that a line of the channel may have
 
 
 def gather(processes: jpipe.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.Trace) -> jpipe.Trace | None:
@@ -21,13 +23,33 @@ def gather(processes: jpipe.Processes, pipe: jpipe.Pipeline, name: str, trace: j
         jpipe.PeerLost: the run is lost.
     """
     rows, memory = list(trace.timeline), list(trace.memory)
-    for w, device in enumerate(pipe.devices):
-        message, home = f"{name}, worker {w}", device.process_index
-        if home == processes.index != 0:
-            processes.tell(message, numbers(rows[w], memory[w]))
-        elif home != processes.index == 0:
-            rows[w], memory[w] = from_numbers(processes.told(message, home))
+    homes = {w: device.process_index for w, device in enumerate(pipe.devices) if device.process_index != 0}
+    for w, home in homes.items():
+        if home == processes.index:
+            _tell(processes, f"{name}, worker {w}", numbers(rows[w], memory[w]))
+    for w, home in homes.items():  # all do: what is told is told to all, and kept until it is asked for
+        told = _told(processes, f"{name}, worker {w}", home)
+        if processes.index == 0:
+            rows[w], memory[w] = from_numbers(told)
     return jpipe.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
+
+
+def _tell(processes: jpipe.Processes, message: str, values: Sequence[float]) -> None:
+    """In pieces, each with the number of those after it."""
+    starts = range(0, len(values), _PIECE)
+    for piece, start in enumerate(starts):
+        processes.tell(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
+
+
+def _told(processes: jpipe.Processes, message: str, home: int) -> list[float]:
+    """What `_tell` told."""
+    found: list[float] = []
+    for piece in itertools.count():
+        left, *values = processes.told(f"{message}, piece {piece}", home)
+        found += values
+        if not left:
+            break
+    return found
 
 
 def numbers(spans: Sequence[jpipe.Span], samples: Sequence[jpipe.MemorySample]) -> list[float]:

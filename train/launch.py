@@ -110,7 +110,8 @@ class _Tree:
                 self._end(signal.SIGTERM)
             if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self._end(signal.SIGKILL)
-        while self._copy(_TICK):  # what is still in the pipes
+        end = time.monotonic() + self._grace
+        while self._copy(_TICK) and time.monotonic() < end:  # what is still in the pipes; what has left the tree may go on printing
             pass
         if sys.stdout.isatty():
             _print("\x1b[?25h", sys.stdout)  # a progress bar that was ended in the middle has hidden the cursor

@@ -117,6 +117,13 @@ time.sleep({LIMIT})
     assert (process.returncode, err) == (code, f"jpipe: {told}\n")
 
 
+def test_somebody_who_has_left_the_tree_keeps_nobody_waiting():
+    script = 'subprocess.Popen(["yes"], start_new_session=True)'  # ends when nobody reads what it prints
+    with launched(1, script, grace=0.2) as process:
+        out, err = process.communicate(timeout=LIMIT / 2)
+    assert (process.returncode, err, set(out.splitlines())) == (0, "", {"y"})
+
+
 def test_all_succeed_or_it_is_no_success():
     with launched(2, "sys.exit(5 if me else 0)") as process:
         _, err = process.communicate(timeout=LIMIT)

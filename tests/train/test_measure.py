@@ -2,10 +2,13 @@
 
 import sys
 import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import jpipe
+from jpipe import _channel
 from tests.train.conftest import changed
 from train import build, gather, loop
 from train.measure import Measure
@@ -108,3 +111,49 @@ def test_what_a_worker_measured_travels_as_numbers():
     samples = [jpipe.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.MemorySample(0.2, {}, 5, 6, 7, 8)]
     for held in (spans, samples), ([], samples), (spans, []):
         assert gather.from_numbers(gather.numbers(*held)) == tuple(map(tuple, held))
+
+
+class Told(jpipe.Processes):
+    """One of several processes that are threads: what is told is kept by all until it is asked for."""
+
+    def __init__(self, index, everyone):
+        self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
+        everyone.append(self)
+
+    def tell(self, name, values):
+        assert len(values) <= 8, "a piece, and how many follow"
+        for other in self.everyone:
+            with other.changed:
+                other.kept[name] = tuple(map(float, values))
+                other.changed.notify()
+
+    def told(self, name, on=None, what=None):
+        with self.changed:
+            assert self.changed.wait_for(lambda: name in self.kept, timeout=30)
+            return self.kept.pop(name)
+
+
+def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, monkeypatch):
+    monkeypatch.setattr(gather, "_PIECE", 7)
+    pipe, _ = build.build(changed(tiny, plan={"num_stages": 3, "schedule": "gpipe"}), Reporter(1, 1, "tokens"))
+    homes = (0, 2, 1)
+    vars(pipe)["devices"] = tuple(types.SimpleNamespace(process_index=home) for home in homes)
+    spans = [(jpipe.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
+    samples = [(jpipe.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
+    everyone: list[Told] = []
+    processes = [Told(index, everyone) for index in range(3)]
+
+    def own(rows, index):
+        return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))
+
+    def gathered(process):
+        return gather.gather(process, pipe, "a trace", jpipe.Trace(own(spans, process.index), own(samples, process.index)))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(gathered, processes)) == [jpipe.Trace(tuple(spans), tuple(samples)), None, None]
+    assert [process.kept for process in processes] == [{}, {}, {}]
+
+
+def test_a_piece_fits_into_a_line_of_the_channel():
+    message = {"tell": "trace of batch 1000000, worker 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
+    assert len(_channel._line(message)) < _channel._LINE
