@@ -6,11 +6,14 @@ while the main thread is stuck in a collective, which by itself never raises. No
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import json
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -25,9 +28,12 @@ _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 class Limits:
     """How long a process may be silent or be waited for before the run is given up; in all, less than a minute.
 
+    Where all processes meet (`agree`, `barrier`, `close`) the others wait ten minutes, for one may compile that long; who dies is
+    noticed at once there, too.
+
     Attributes:
         silence: seconds without a sign of life of a process; a main thread may hold Python's lock that long.
-        wait: seconds that one wait inside of `Processes.waiting` may last while nothing moves between any two processes.
+        wait: seconds that one wait inside of `Processes.waiting` may last while nothing moves in any process.
         grace: seconds from the loss of the run until a process that has not ended by itself is ended.
     """
 
@@ -56,7 +62,7 @@ class Store(Protocol):
         """Process 0 leaves a value for the others."""
 
     def get(self, seconds: float) -> str:
-        """The others take it, and wait for it so long."""
+        """The others take it, and wait for it so long; InputError if it does not come."""
 
 
 class JaxStore:
@@ -70,7 +76,7 @@ class JaxStore:
     def __init__(self) -> None:
         from jax._src import distributed  # late: nothing else here needs JAX
 
-        state = distributed.global_state
+        state = distributed.global_state  # unlike `jax.process_count` it starts no devices
         self.index, self.count = state.process_id, state.num_processes
         self.host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
         self._client: Any = state.client
@@ -80,7 +86,14 @@ class JaxStore:
         self._client.key_value_set(self._key, value)
 
     def get(self, seconds: float) -> str:
-        return self._client.blocking_key_value_get(self._key, int(seconds * 1000))
+        try:
+            return self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [""])[0].partition(":")[0]
+            raise InputError(
+                f"process {self.index} was not told within {seconds:g} s where process 0 can be reached ({reason}); see what process 0 "
+                "says, and let all processes of a run join at the same place"
+            ) from None
 
 
 class Channel:
@@ -113,6 +126,7 @@ class Channel:
 
         Raises:
             InputError: process 0 cannot be reached.
+            RuntimeError: the talking thread could not begin.
         """
         if self._index == 0:
             listener, token = _listen_at(store.host), secrets.token_hex(16)
@@ -126,12 +140,17 @@ class Channel:
         self._loop = runner.get_loop()
 
         def run() -> None:
-            with runner:
-                runner.run(talk)
+            try:
+                with runner:
+                    runner.run(talk)
+            finally:
+                self._ready.set()  # whoever waits for it finds the thread dead
 
         self._thread = threading.Thread(target=run, name="jpipe-processes", daemon=True)
         self._thread.start()
         self._ready.wait()
+        if not self._peers and self._index and not self._thread.is_alive():
+            raise RuntimeError
 
     def post(self, message: Message) -> None:
         """Send to process 0, from any thread of the caller."""
@@ -153,6 +172,11 @@ class Channel:
         """Wait until the talking thread has ended, after `hang_up`."""
         if self._thread is not None:
             self._thread.join()
+
+    def be_last(self) -> None:
+        """Return when all that talk to this process are gone; at once in any but process 0. A loss ends the process if they stay."""
+        while self._index == 0 and self._peers:
+            time.sleep(0.01)
 
     async def _serve(self, listener: socket.socket, token: str) -> None:
         """Process 0: let the others in, until all are here, and beat."""
@@ -252,15 +276,33 @@ def _line(message: Message) -> bytes:
 
 
 def _listen_at(host: str) -> socket.socket:
-    """A port at that address alone; at all addresses where the others know this host by one that is not its own."""
+    """A port at that address alone; at all addresses where the others know this host by one that is not its own.
+
+    The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family)
+        hidden = _is_loopback(address[0]) and host != "localhost" and not _is_loopback(host)
+        listener = _listen_everywhere() if hidden else socket.create_server(address[:2], family=family)
     except OSError:
-        listener = socket.create_server(("", 0))
+        listener = _listen_everywhere()
     # For its connections, which asyncio overlooks: else a line waits 40 ms for the acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _listen_everywhere() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether that is an address, no name, which only this host can reach."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _connect_to(host: str, port: int, index: int, limit: float) -> socket.socket:

@@ -1,7 +1,6 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -35,15 +34,22 @@ from jpipe.schedules import SCHEDULES
 Tree = Any
 
 
-@functools.cache
-def join_processes() -> Processes | None:
-    """The processes of this run, joined by the first call, which all make; None where there is only this one.
+_joined: list[Processes] = []  # the processes of this run, once they have joined
+
+
+def join_processes(limit: float = 60.0) -> Processes | None:
+    """The processes of this run, joined by the first call, which all make; None where there is only this one. JAX starts no device for it.
+
+    Args:
+        limit: seconds that the first call waits for the others.
 
     Raises:
         InputError: process 0 cannot be reached.
         PeerLost: not all have joined in time.
     """
-    return Processes.join(progress=lambda: Collective.done) if jax.process_count() > 1 else None
+    if not _joined and jax.distributed.is_initialized():
+        _joined.append(Processes.join(limit=limit, progress=lambda: Collective.done))
+    return _joined[0] if _joined and _joined[0].count > 1 else None
 
 
 class Pipeline:

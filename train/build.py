@@ -18,7 +18,7 @@ from train.progress import Reporter
 
 
 def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
-    """What `config` describes, wherever it is to run. Nothing ran on a device, but see `prepare_devices`.
+    """What `config` describes, wherever it is to run. Nothing ran on a device.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -111,17 +111,21 @@ def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
     Raises:
         jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan does not fit those that there are.
     """
-    with devices_or_a_message():
-        return pipe.devices
+    start_devices()
+    return pipe.devices
 
 
-@contextlib.contextmanager
-def devices_or_a_message() -> Iterator[None]:
-    """Looking for devices may fail inside, for reasons of JAX's own."""
+def start_devices() -> None:
+    """Let JAX start its devices; with several processes it waits until all have.
+
+    Raises:
+        jpipe.InputError: JAX finds no devices of the kind it was told to use, or cannot start them.
+    """
     try:
-        yield
-    except RuntimeError as error:
-        raise jpipe.InputError(f"JAX has no devices to use: {str(error).splitlines()[0]}; see its variable JAX_PLATFORMS") from None
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter, without a word, where it was told to use GPUs and there are none
+        reason = (str(error).splitlines() or [f"none found for '{jax.config.values['jax_platforms']}'"])[0]
+        raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 
 
 def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, plan: jpipe.Plan, devices: Sequence[jax.Device]) -> None:
@@ -167,19 +171,16 @@ def devices_of(plan: jpipe.Plan) -> int:
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Where CPUs are the devices, make one for each worker; call it before JAX runs, which code of the user's may cause.
+    """Where CPUs are the devices, have JAX make one for each worker when it starts, which code of the user's may cause.
 
     Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read; a process of several finds no devices.
+        jpipe.InputError: the plan cannot be read.
     """
     with named_as_in_the_config(config.file):
         count = config.workers if config.file is None else devices_of(read_plan(config.file))
     force_cpu_devices(1 if count % num_processes else count // num_processes)
-    if num_processes > 1:  # they agree with running devices only; a process alone refuses more before it starts them
-        with devices_or_a_message():
-            jax.local_devices()
 
 
 def force_cpu_devices(count: int) -> None:

@@ -45,7 +45,7 @@ def train(
     try:
         settings = config_file.load(config, overrides, allow_code=allow_code)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
-        loop.main(settings, count)
+        loop.main(settings, count, connect_limit)
     except InputError as error:
         code = _fail(str(error), 2)
     except together.ToldElsewhere as error:

@@ -90,9 +90,17 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     return me.num_processes
 
 
-def join() -> Processes | None:
-    """The processes of this run, once JAX may look for devices; `stop` parts from them. All processes call it."""
-    if (processes := join_processes()) is not None:
+def join(limit: float) -> Processes | None:
+    """The processes of this run, which all call this, best before JAX starts a device; `stop` parts from them.
+
+    Args:
+        limit: seconds to wait for the others.
+
+    Raises:
+        InputError: process 0 cannot be reached.
+        PeerLost: not all have joined in time.
+    """
+    if (processes := join_processes(limit)) is not None:
         _at_the_end.callback(processes.close)
     return processes
 

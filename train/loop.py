@@ -33,12 +33,13 @@ class Summary:
     measured: jpipe.Window | None
 
 
-def main(config: Config, num_processes: int = 1) -> Summary:
+def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0) -> Summary:
     """Train as `config` says.
 
     Args:
         config: the same in all processes of the run.
         num_processes: how many processes there are; each calls this, once `train.distributed.start` has connected them.
+        connect_limit: seconds that each waits for the others at the start.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
@@ -47,10 +48,11 @@ def main(config: Config, num_processes: int = 1) -> Summary:
         ToldElsewhere: this process stops for a reason that another one tells.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
-    interrupt.check()
-    prepare_devices(config.plan, num_processes)
-    with joined(num_processes) as together:
+    with joined(num_processes, connect_limit) as together:
+        interrupt.check()
         together.agree(lambda: facts(config))
+        together.alike(lambda: prepare_devices(config.plan, num_processes))
+        together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
         pipe, batches = together.alike(lambda: ready(config, reporter))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})

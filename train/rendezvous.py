@@ -105,7 +105,7 @@ def join(address: Address, process_id: int, num_processes: int, limit: float) ->
         An open connection to process 0: it ends when process 0 does.
 
     Raises:
-        InputError: nobody listens there, or somebody else; what `host` raises in process 0.
+        InputError: nobody listens there, or somebody else, or nothing is answered; what `host` raises in process 0.
     """
     deadline = time.monotonic() + limit
     reason = "no answer"
@@ -121,6 +121,12 @@ def join(address: Address, process_id: int, num_processes: int, limit: float) ->
             if answer == "go":
                 link.settimeout(None)
                 return link
+        except TimeoutError:
+            link.close()
+            raise InputError(
+                f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 is there, it still waits "
+                "for others: give all the same --connect-limit; if another program uses that port, choose another one"
+            ) from None
         except BaseException:
             link.close()
             raise
@@ -187,14 +193,14 @@ def _refuse(everybody: Iterable[socket.socket], reason: str) -> NoReturn:
 
 
 def _ask(link: socket.socket, question: str, limit: float) -> str:
-    """The one line that comes back; nothing if the other end goes."""
+    """The one line that comes back; nothing if the other end goes. TimeoutError if it says nothing."""
     try:
         link.settimeout(limit)
         link.sendall(question.encode())
         with link.makefile("rb") as answers:
             return answers.readline(_LONGEST_ANSWER).decode(errors="replace").removesuffix("\n")
     except TimeoutError:
-        return "silence"
+        raise
     except OSError:
         return ""
 

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
@@ -11,9 +13,15 @@ import jax
 
 import jpipe
 from train import config_file, distributed
+from train.build import start_devices
 from train.config import Config
 
 T = TypeVar("T")
+
+# Seconds from the last words to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
+# 6 s; and when process 0 ends, JAX aborts the others.
+_LEAVE = 5.5, 4.0
+_joined: jpipe.Processes | None = None  # one run a process, as of JAX's runtime
 
 
 class ToldElsewhere(Exception):
@@ -79,6 +87,23 @@ class Together:
             raise self.shared(problem)
         return cast(T, done)
 
+    def start_devices(self, limit: float) -> None:
+        """Start the devices of all processes, if there are several, and go on only if they are alike.
+
+        JAX waits for those of all processes, so this is no work for `alike`: whoever fails tells the others that wait.
+
+        Args:
+            limit: seconds to wait for the others; of a minute, which large machines may take to start their own, nothing is taken off.
+
+        Raises:
+            jpipe.InputError: this process has no devices, or they differ; as `shared`.
+            jpipe.PeerLost: another one has none.
+        """
+        if self.processes is not None:  # a process alone refuses more before it starts them
+            with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
+                start_devices()
+            self.agree(devices)
+
     def shared(self, reason: Exception) -> Exception:
         """What to raise for a reason that all processes have: only process 0 tells it."""
         self.all_know = True
@@ -86,22 +111,37 @@ class Together:
 
 
 @contextlib.contextmanager
-def joined(num_processes: int) -> Iterator[Together]:
+def joined(num_processes: int, limit: float) -> Iterator[Together]:
     """Join the processes of this run for as long as it goes on; what ends this one ends all.
 
     Args:
         num_processes: how many there are; with one nobody is asked.
+        limit: seconds to wait for the others.
 
     Raises:
+        jpipe.InputError: process 0 cannot be reached.
         jpipe.PeerLost: another one did not come, died, hung or stopped.
     """
-    together = Together(distributed.join() if num_processes > 1 else None)
+    global _joined
+    _joined = distributed.join(limit) if num_processes > 1 else None
+    together = Together(_joined)
     try:
         yield together
     except BaseException as error:
         if together.processes is not None and not together.all_know and not isinstance(error, jpipe.PeerLost):
             together.processes.stop(_why(error, together.is_first))
         raise
+
+
+def leave_in_time(code: int) -> None:
+    """End this process with this exit code a little later, if it does not end by itself: JAX may wait long for others.
+
+    Say first how the run ended. Later than that, the library ends the process after a loss, with exit code 1 for whatever reason.
+    """
+    if _joined is not None:
+        timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
 
 def _why(error: BaseException, is_first: bool) -> str:
@@ -114,15 +154,19 @@ def _why(error: BaseException, is_first: bool) -> str:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """What has to be the same in all processes before anything is built."""
-    device = jax.local_devices()[0]
+    """What has to be the same in all processes before JAX starts a device, for which it needs them all."""
     return {
         "config": config_file.to_yaml(config),
         "code of jpipe": f"{jpipe.__version__} {_code()}",
         "version of JAX": jax.__version__,
-        "kind of devices": f"{device.platform} {device.device_kind}",
-        "number of devices": str(jax.local_device_count()),
+        "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
     }
+
+
+def devices() -> dict[str, str]:
+    """What has to be the same in all processes once their devices run."""
+    device = jax.local_devices()[0]
+    return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
 
 
 @functools.cache
