@@ -282,7 +282,7 @@ def _listen_at(host: str) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        hidden = _is_loopback(address[0]) and host != "localhost" and not _is_loopback(host)
+        hidden = _is_loopback(str(address[0])) and host != "localhost" and not _is_loopback(host)
         listener = _listen_everywhere() if hidden else socket.create_server(address[:2], family=family)
     except OSError:
         listener = _listen_everywhere()

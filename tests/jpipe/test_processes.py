@@ -9,10 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import jax
 import pytest
+from jax._src import distributed
 
+from jpipe import InputError, _channel
 from jpipe._desk import Beat, Desk
 from jpipe._processes import Processes
 
@@ -184,6 +188,38 @@ def test_an_address_that_cannot_be_reached_is_told(tmp_path):
             "let the processes of a run connect to each other at any port (a firewall may forbid it)\n",
             "",
         )
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "everywhere"),
+    [
+        ("node7", "127.0.1.1", True),  # as Debian resolves a host's own name
+        ("node7", "192.0.2.1", True),  # an address that this host does not have
+        ("localhost", "127.0.0.1", False),
+        ("127.0.0.1", "127.0.0.1", False),
+    ],
+)
+def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    with _channel._listen_at(host) as listener:
+        assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
+
+
+def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
+    class Silent:
+        def blocking_key_value_get(self, key, milliseconds):
+            assert milliseconds == 200
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: jpipe/processes/0\nmore")
+
+    state = types.SimpleNamespace(process_id=1, num_processes=2, coordinator_address="node7:1", client=Silent())
+    monkeypatch.setattr(distributed, "global_state", state)
+    with pytest.raises(InputError) as caught:
+        Processes.join(limit=0.2)
+    assert str(caught.value) == (
+        "process 1 was not told within 0.2 s where process 0 can be reached (DEADLINE_EXCEEDED); see what process 0 says, "
+        "and let all processes of a run join at the same place"
+    )
 
 
 def test_a_run_of_one_process_needs_no_other():

@@ -186,12 +186,19 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch
     assert "[2, 8]" in message
 
 
-def test_missing_devices_are_refused(refused, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unknown backend cuda\nmore"), "Unknown backend cuda"),
+        (AssertionError(), f"none found for '{jax.config.values['jax_platforms']}'"),
+    ],
+)
+def test_missing_devices_are_refused(error, reason, refused, monkeypatch):
     def devices():
-        raise RuntimeError("Unknown backend cuda\nmore")
+        raise error
 
     monkeypatch.setattr(jax, "devices", devices)
-    assert refused() == "jpipe: JAX has no devices to use: Unknown backend cuda; see its variable JAX_PLATFORMS\n"
+    assert refused() == f"jpipe: JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS\n"
 
 
 def test_a_file_where_the_runs_belong_is_refused(refused, tmp_path, monkeypatch):

@@ -11,10 +11,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
-from jpipe import InputError
+from jpipe import InputError, PeerLost, Processes
 from train import distributed, rendezvous
 from train.cli import main
 from train.distributed import Membership, membership
@@ -179,6 +180,16 @@ def test_those_who_do_not_come_are_named_by_all_the_others(address):
     }
 
 
+def test_a_process_0_that_waits_longer_is_no_other_program(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    told = meet(address, (1, 3), limit=1.0, host_limit=2.0)
+    assert told[0].startswith(f"processes 1, 2 of 3 did not come to {address} within 2 s; ")
+    assert told[1] == (
+        f"process 1 had no answer from {address} within 1.1 s; if process 0 is there, it still waits for others: give all the same "
+        "--connect-limit; if another program uses that port, choose another one"
+    )
+
+
 def test_two_processes_with_one_number_are_refused(address):
     told = meet(address, (1, 3), (1, 3))
     assert set(told) == {"--process-id: two processes were started with 1; give each its own, from 0 to 2"}
@@ -251,6 +262,22 @@ def test_the_command_says_it_in_one_line_and_exits_with_2(address, tiny, tmp_pat
         f"jpipe: process 1 of 2 did not come to {address} within 0.2 s; check that it was [^\n]*\n", capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp_path, capsys, monkeypatch):
+    def join(*, limit, progress):
+        raise PeerLost(f"nobody came within {limit:g} s")
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(Processes, "join", join)
+    monkeypatch.setattr(distributed, "start", lambda *_: 2)
+    monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
+    for asked in ("devices", "local_devices", "process_count", "process_index"):
+        monkeypatch.setattr(jax, asked, None)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tiny))
+    assert main(["train", str(config), "--connect-limit", "7"]) == 1
+    assert capsys.readouterr().err == "jpipe: nobody came within 7 s\n"
 
 
 PROGRAM = """

@@ -117,11 +117,11 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @contextlib.contextmanager
-def jpipe(*arguments: str) -> Iterator[subprocess.Popen]:
+def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
     with subprocess.Popen(
         [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "train.cli", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -153,12 +153,13 @@ def wait_for_rows(number: int) -> None:
 
 
 @contextlib.contextmanager
-def by_hand(*commands: list[str]) -> Iterator[list[subprocess.Popen]]:
-    """A process for each command, as if on hosts of their own: what ends one ends no other."""
+def by_hand(*commands: list[str], **of_last: str) -> Iterator[list[subprocess.Popen]]:
+    """A process for each command, as if on hosts of their own: what ends one ends no other. The last has some variables more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         flags = ["--coordinator", f"127.0.0.1:{listener.getsockname()[1]}", "--num-processes", str(len(commands)), "--process-id"]
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(jpipe(*arguments, *flags, str(i))) for i, arguments in enumerate(commands)]
+        variables = [{}] * (len(commands) - 1) + [of_last]
+        yield [stack.enter_context(jpipe(*arguments, *flags, str(i), **variables[i])) for i, arguments in enumerate(commands)]
 
 
 def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
@@ -220,15 +221,27 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_wri
     assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
 
 
-def test_configs_that_differ_are_refused_and_the_difference_is_told():
-    with by_hand(command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})) as processes:
+def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_told():
+    commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
+    with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
         told = endings(processes)
+    own = os.environ.get("JAX_PLATFORMS", "")
     assert told == [
         (2, "jpipe: config differs between processes 0 and 1: '  learning_rate: 0.01' against '  learning_rate: 0.02' "
-            f"(line {line_of('learning_rate')}); start all processes with the same config\n"),
+            f"(line {line_of('learning_rate')}); start all processes with the same config\n"
+            f"JAX_PLATFORMS differs between processes 0 and 1: '{own}' against 'cuda'; start all processes with the same JAX_PLATFORMS\n"),
         (2, "jpipe: process 1 ends; process 0 says why\n"),
     ]  # fmt: skip
     assert not Path("run").exists()
+
+
+def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
+    with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
+        (waiting, others), (failing, own) = endings(processes)
+    assert (waiting, failing) == (1, 2)
+    assert re.fullmatch("jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; see its variable JAX_PLATFORMS\n", own)
+    reason = own.removeprefix("jpipe: ").rstrip()
+    assert others == f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for the devices of all processes, of one kind\n"
 
 
 def line_of(key: str) -> int:
