@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from train import interrupt
-from train.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,11 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             interrupt.check()
             return commands.run(arguments)
         except BaseException as error:
-            # Where the KeyboardInterrupt met C code, it may come out as any other error.
-            if not isinstance(error, KeyboardInterrupt) and not interrupt.pressed():
+            if (words := interrupt.words(error)) is None:
                 raise
-            told = isinstance(error, KeyboardInterrupt) and str(error)
-            print(printable(told or "interrupted before the run began"))
+            print(words)
             return 130
 
 

@@ -1,6 +1,7 @@
 """The commands: `jpipe train CONFIG ...`, `jpipe launch -n N -- train CONFIG ...` and `jpipe simulate PLAN|CONFIG ...`."""
 
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -52,10 +53,19 @@ def train(
         code = _fail(str(error), error.code)
     except (RunStopped, PeerLost) as error:
         code = _fail(printable(str(error)), 1)
-    except BaseException:  # told by `train.cli`
-        code = 130 if interrupt.pressed() else 1
-        raise
+    except BaseException as error:
+        if count == 1:
+            raise  # told by `train.cli`
+        words = interrupt.words(error)
+        code = 1 if words is None else 130
+        if words is None:
+            traceback.print_exception(error)
+        else:
+            print(words)
     finally:
+        if code:  # how the run ended is told by now
+            sys.stdout.flush()
+            together.leave_in_time(code)
         try:
             distributed.stop()
         except PeerLost as error:

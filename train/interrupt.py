@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from train.terminal import printable
+
 _pressed = False
 _held = False
 
@@ -54,6 +56,15 @@ def check() -> None:
 def pressed() -> bool:
     """Whether Ctrl-C was pressed inside `watched`."""
     return _pressed
+
+
+def words(error: BaseException) -> str | None:
+    """What to tell of an error that Ctrl-C came out as, in one line; None if it is another one."""
+    # Where the KeyboardInterrupt met C code, it may come out as any other error.
+    if not isinstance(error, KeyboardInterrupt) and not _pressed:
+        return None
+    told = isinstance(error, KeyboardInterrupt) and str(error)
+    return printable(told or "interrupted before the run began")
 
 
 def _press(number: int, frame: FrameType | None) -> None:

@@ -3,9 +3,12 @@
 import contextlib
 import functools
 import hashlib
+import importlib.machinery
+import importlib.metadata
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -158,7 +161,10 @@ def facts(config: Config) -> dict[str, str]:
     return {
         "config": config_file.to_yaml(config),
         "code of jpipe": f"{jpipe.__version__} {_code()}",
-        "version of JAX": jax.__version__,
+        **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        **{f"code of {module}": _own_code(module) for module in sorted({target.partition(":")[0] for target in config.code.values()})},
+        "jax_enable_x64": str(jax.config.values["jax_enable_x64"]),
+        "jax_default_matmul_precision": str(jax.config.values["jax_default_matmul_precision"]),
         "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
     }
 
@@ -167,6 +173,18 @@ def devices() -> dict[str, str]:
     """What has to be the same in all processes once their devices run."""
     device = jax.local_devices()[0]
     return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
+
+
+def _own_code(module: str) -> str:
+    """A digest of the source of a module of the user's, which is not imported for that; of none if there is no such file."""
+    folders: Sequence[str] = [str(Path.cwd()), *sys.path]
+    parts, source = module.split("."), b""
+    for end in range(1, len(parts) + 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (found and found.submodule_search_locations) or ()
+        with contextlib.suppress(OSError):  # whoever imports it says what is wrong
+            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+    return hashlib.sha256(source).hexdigest()[:12]
 
 
 @functools.cache

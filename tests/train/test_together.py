@@ -1,6 +1,7 @@
 """`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -8,12 +9,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
+
+from jpipe import InputError, PeerLost, Plan, Processes
+from jpipe._desk import Desk
+from tests.train.conftest import changed
+from train import cli, config_file, distributed, loop, together
+from train.metrics_log import RunStopped
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds, for what takes ten
@@ -246,8 +256,6 @@ def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
 
 def line_of(key: str) -> int:
     """Of the resolved config."""
-    from train import config_file
-
     lines = config_file.to_yaml(config_file.load("config.yaml", ["run.dir=run"], allow_code=True)).splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
@@ -282,3 +290,110 @@ def test_ctrl_c_ends_the_tree():
     for number in numbers:
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)
+
+
+def code_of_jpipe(patch):
+    patch.setattr(together, "_code", lambda: "other")
+
+
+def version_of_jaxlib(patch):
+    real = importlib.metadata.version
+    patch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == "jaxlib" else real(name))
+
+
+def code_of_own_parts(patch):
+    Path("own/parts.py").write_text("def model(): return 2")
+
+
+@pytest.mark.parametrize(
+    ("difference", "name"),
+    [
+        (code_of_jpipe, "code of jpipe"),
+        (version_of_jaxlib, "version of jaxlib"),
+        (code_of_own_parts, "code of own.parts"),
+        (lambda _: jax.enable_x64(True), "jax_enable_x64"),
+        (lambda _: jax.default_matmul_precision("float32"), "jax_default_matmul_precision"),
+    ],
+)
+def test_what_differs_between_processes_is_refused_and_named(difference, name, tiny, monkeypatch):
+    Path("own").mkdir()
+    Path("own/parts.py").write_text("def model(): return 1")
+    config = changed(tiny | {"model": {"target": "own.parts:model"}})
+    desk = Desk(2)
+    desk.answer(0, {"meet": "agreement", "facts": together.facts(config)})
+    with difference(monkeypatch) or contextlib.nullcontext():
+        answer = desk.answer(1, {"meet": "agreement", "facts": together.facts(config)})
+    (told,) = answer["differences"]
+    assert told.startswith(f"{name} differs between processes 0 and 1: ")
+    assert told.endswith(f"; start all processes with the same {name}")
+
+
+class Noted(Processes):
+    """Process 0 of two, which only notes what it would have to agree with the other."""
+
+    def __init__(self):
+        self.index, self.count, self.facts = 0, 2, {}
+
+    def agree(self, facts, limit=0.0):
+        self.facts |= facts
+        if "plan" in self.facts:
+            raise InputError("enough")
+
+
+def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
+    noted = Noted()
+
+    @contextlib.contextmanager
+    def joined(*_):
+        yield together.Together(noted)
+
+    monkeypatch.setattr(loop, "joined", joined)
+
+    def ready(config, _):
+        plan = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=config.plan.microbatches)
+        return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
+
+    monkeypatch.setattr(loop, "ready", ready)
+    monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
+    found = []
+    for microbatches in 2, 4:
+        noted.facts = {}
+        with pytest.raises(InputError, match="enough"):
+            loop.main(changed(tiny, plan={"microbatches": microbatches}))
+        found.append(noted.facts)
+    assert [facts["data"] for facts in found] == ["of the text"] * 2
+    assert found[0]["plan"] != found[1]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "told"),
+    [
+        (KeyboardInterrupt("interrupted; the steps are in run"), 130, "interrupted; the steps are in run\n"),
+        (AssertionError("a slip of ours"), 1, "AssertionError: a slip of ours\n"),
+        (InputError("seed: it is no number"), 2, "jpipe: seed: it is no number\n"),
+        (RunStopped("the disk is full"), 1, "jpipe: the disk is full\n"),
+        (PeerLost("process 1 crashed"), 1, "jpipe: process 1 crashed\n"),
+    ],
+)
+def test_the_last_words_are_said_and_the_end_is_sure_before_jax_waits(reason, code, told, tiny, monkeypatch, capfd):
+    Path("config.yaml").write_text(yaml.safe_dump(tiny))
+    ended, said, codes = threading.Event(), [], []
+
+    def main(*_):
+        raise reason
+
+    def stop():  # as long as JAX waits for others that hang
+        said.append("".join(capfd.readouterr()))
+        assert ended.wait(LIMIT)
+
+    monkeypatch.setattr(distributed, "start", lambda *_: 2)
+    monkeypatch.setattr(distributed, "stop", stop)
+    monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
+    monkeypatch.setattr(loop, "main", main)
+    monkeypatch.setattr(together, "_joined", Noted())
+    monkeypatch.setattr(together, "_LEAVE", (0.01, 1000.0))
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    assert cli.main(["train", "config.yaml"]) == code
+    assert said[0].endswith(told)
+    assert codes == [code]
+    assert capfd.readouterr() == ("", "")
