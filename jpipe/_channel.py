@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -113,7 +114,7 @@ class Channel:
         self._desk = Desk(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
         self._silent: dict[int, int] = {}  # beats since each of them was heard
-        self._ready = threading.Event()  # what is posted earlier would be lost
+        self._ready: Future[None] = Future()  # what is posted earlier would be lost
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
 
@@ -126,7 +127,7 @@ class Channel:
 
         Raises:
             InputError: process 0 cannot be reached.
-            RuntimeError: the talking thread could not begin.
+            OSError: the talking thread cannot begin.
         """
         if self._index == 0:
             listener, token = _listen_at(store.host), secrets.token_hex(16)
@@ -143,14 +144,14 @@ class Channel:
             try:
                 with runner:
                     runner.run(talk)
-            finally:
-                self._ready.set()  # whoever waits for it finds the thread dead
+            except BaseException as error:
+                if self._ready.done():
+                    raise
+                self._ready.set_exception(error)
 
         self._thread = threading.Thread(target=run, name="jpipe-processes", daemon=True)
         self._thread.start()
-        self._ready.wait()
-        if not self._peers and self._index and not self._thread.is_alive():
-            raise RuntimeError
+        self._ready.result()
 
     def post(self, message: Message) -> None:
         """Send to process 0, from any thread of the caller."""
@@ -193,7 +194,7 @@ class Channel:
 
         server = await asyncio.start_server(accept, sock=listener, limit=_LINE, start_serving=False)
         await server.start_serving()
-        self._ready.set()
+        self._ready.set_result(None)
         await self._keep_beating()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.grace):
@@ -217,7 +218,7 @@ class Channel:
         reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE)
         writer.write(f"{token} {self._index}\n".encode())
         self._peers[0] = writer
-        self._ready.set()
+        self._ready.set_result(None)
         listening = asyncio.create_task(self._listen(reader, 0))
         await self._keep_beating()
         writer.close()

@@ -1,7 +1,7 @@
 """What process 0 decides for all processes of a run: whether they agree, when all have met, who is lost. No sockets, no threads."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,15 @@ class Beat:
     Attributes:
         at: where its main thread is.
         what: its longest wait is for, in words.
-        on: the process waited for, where it is one.
+        on: the processes waited for, where they are known.
         seconds: that it has lasted.
         limit: that it may last.
-        still: seconds since arrays have last moved between this process and any other.
+        still: seconds since this process has last moved an array to or from another, begun an instruction or come out of a wait.
     """
 
     at: str
     what: str = ""
-    on: int | None = None
+    on: tuple[int, ...] = ()
     seconds: float = 0.0
     limit: float = math.inf
     still: float = math.inf
@@ -62,17 +62,32 @@ class Desk:
                 own = self._beats[sender] = Beat(**beat)
                 still = min(other.still for other in self._beats.values())
                 if own.seconds > own.limit and still > own.limit:  # not while large arrays are on their way, over slow links
-                    return {"lost": self._blame(sender)}
+                    culprit = self._culprit(sender)
+                    if not self._may_wait(culprit, own):
+                        return {"lost": self._blame(sender, culprit)}
         return None
 
-    def _blame(self, waiter: int) -> str:
-        """Who hangs, when `waiter` has waited too long: whoever it waits for, or who that one waits for, to the end of the chain."""
+    def _culprit(self, waiter: int) -> int:
+        """Who hangs when `waiter` has waited too long: of those it waits for, those that these wait for, and so on, the first that does
+        not wait that long itself; the last where all wait for each other.
+        """
+        seconds, reached = self._beats[waiter].seconds / 2, [waiter]
+        for process in reached:  # grows meanwhile
+            awaited = [other for other in self._awaited(process) if other not in reached]
+            reached += awaited
+            for other in awaited:
+                if other not in self._beats or self._beats[other].seconds < seconds:
+                    return other
+        return reached[-1]
+
+    def _may_wait(self, culprit: int, overdue: Beat) -> bool:
+        """Whether it has said that what it does, alone, may take longer than others may wait."""
+        own = self._beats.get(culprit, overdue)
+        return bool(own.what) and own.limit > overdue.limit and own.seconds < own.limit and not [*self._awaited(culprit)]
+
+    def _blame(self, waiter: int, culprit: int) -> str:
         beat = self._beats[waiter]
         waited = f"process {waiter} has waited {beat.seconds:.0f} s for {beat.what}"
-        chain = [waiter]  # ends before it closes, where they wait for each other
-        while (awaited := self._awaited(chain[-1], beat.seconds / 2)) is not None and awaited not in chain:
-            chain.append(awaited)
-        culprit = chain[-1]
         if culprit == waiter:
             return waited
         if culprit not in self._beats:
@@ -81,13 +96,10 @@ class Desk:
         doing = f"waits for {other.what}" if other.seconds > beat.seconds / 2 else f"is in {other.at}"
         return f"process {culprit} hangs: {waited}, and process {culprit} {doing}"
 
-    def _awaited(self, waiter: int, seconds: float) -> int | None:
-        """The process that `waiter` has waited for at least so long."""
-        beat = self._beats.get(waiter)
-        if beat is None or beat.seconds < seconds:
-            return None
-        absent = (k for present in self._meetings.values() if waiter in present for k in range(self._count) if k not in present)
-        return beat.on if beat.on is not None else next(absent, None)
+    def _awaited(self, waiter: int) -> Iterable[int]:
+        """The processes that it waits for."""
+        on = self._beats[waiter].on
+        return on or (k for present in self._meetings.values() if waiter in present for k in range(self._count) if k not in present)
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:

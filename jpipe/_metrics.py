@@ -1,6 +1,5 @@
 """What a run makes known: losses, weights and norms, the same in all processes, and not waited for before somebody asks."""
 
-import contextlib
 import functools
 import itertools
 import threading
@@ -79,6 +78,7 @@ class Board:
         self.name = f"pipeline {next(_pipelines)}"
         self._plan, self._devices, self._processes, self._clips = plan, devices, processes, clips
         self._evaluations = 0
+        self._batches: dict[int, tuple[Program, list[int]]] = {}  # that a program finishes, by its id, which it keeps as it is kept here
 
     def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
         """Of the batches that the program, run `shift` batches later, finishes; `found` is what workers of this process did."""
@@ -89,11 +89,12 @@ class Board:
                     held[batch] = number
             return metrics
         last = self._plan.stage_workers[-1][0]
-        for batch in (batch + shift for batch in _finished(program, last)):
+        for batch in (batch + shift for batch in self._finished(program, last)):
             name = f"{self.name}: batch {batch}"
             if batch in found.losses:
                 _tell(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
-            read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index))
+            words = f"the loss of batch {batch}"
+            read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index, words))
             for i, held in enumerate(metrics if self._clips else metrics[:2]):
                 held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
         return metrics
@@ -114,7 +115,8 @@ class Board:
 
         @functools.cache
         def read() -> tuple[float, float]:
-            told = [processes.told(name, self._devices[w].process_index) for w, name in zip(last, names, strict=True)]
+            words = "the loss of an evaluation"
+            told = [processes.told(name, self._devices[w].process_index, words) for w, name in zip(last, names, strict=True)]
             rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 2) for numbers in told]
             parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
             loss, weight = _mean([(part[0], part[1]) for part in parts])
@@ -122,24 +124,29 @@ class Board:
 
         return Evaluation(Told(lambda: read()[0]), Told(lambda: read()[1]), version)
 
+    def _finished(self, program: Program, last: int) -> list[int]:
+        """The batches whose last gradients the worker `last` has in the program; looked for once in each of the few that are repeated."""
+        if id(program) not in self._batches:
+            s, _ = program.plan.workers[last]
+            ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_a_batch(s)
+            updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
+            self._batches[id(program)] = program, [update // rate for update in updates if (update + 1) % rate == 0]
+        return self._batches[id(program)][1]
+
 
 _pipelines = itertools.count()
-
-
-def _finished(program: Program, last: int) -> list[int]:
-    """The batches whose last gradients the worker `last` has in the program."""
-    s, _ = program.plan.workers[last]
-    ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_a_batch(s)
-    updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
-    return [update // rate for update in updates if (update + 1) % rate == 0]
 
 
 def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
     """Tell the numbers, which a thread of its own asks for and waits for, to all processes; returns at once."""
 
     def work() -> None:
-        with contextlib.suppress(PeerLost):  # the main thread is told of it
+        try:
             processes.tell(name, [float(number) for number in numbers()])
+        except PeerLost:  # the main thread is told of it
+            pass
+        except BaseException as error:
+            processes.fail(error)
 
     threading.Thread(target=work, daemon=True).start()
 

@@ -1,5 +1,6 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
+import atexit
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
-from jpipe._collectives import Collective
+from jpipe._channel import Limits
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError, cause
@@ -28,7 +29,7 @@ from jpipe._runtime import Found, Observer, run
 from jpipe._stage import Loss, Specs, StageFunctions, floats_of
 from jpipe._state import State, WorkerState
 from jpipe._steps import Steps
-from jpipe._transport import Transport, arrived, to_host
+from jpipe._transport import Transport, arrived, progress, to_host
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
@@ -37,18 +38,25 @@ Tree = Any
 _joined: list[Processes] = []  # the processes of this run, once they have joined
 
 
-def join_processes(limit: float = 60.0) -> Processes | None:
+def join_processes(limit: float = 60.0, wait: float = Limits.wait) -> Processes | None:
     """The processes of this run, joined by the first call, which all make; None where there is only this one. JAX starts no device for it.
+
+    When Python ends they part by themselves (`Processes.end`).
 
     Args:
         limit: seconds that the first call waits for the others.
+        wait: seconds without progress in any process after which the run is given up; by the first call, the same in all processes.
+            More than the longest computation of a microbatch takes, and whatever is done in one process alone.
 
     Raises:
-        InputError: process 0 cannot be reached.
+        InputError: process 0 cannot be reached, or the wait is no time.
         PeerLost: not all have joined in time.
     """
+    if not wait > 0:
+        raise InputError(f"join_processes: expected a wait of more than 0 seconds, found {wait}")
     if not _joined and jax.distributed.is_initialized():
-        _joined.append(Processes.join(limit=limit, progress=lambda: Collective.done))
+        _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), progress=progress))
+        atexit.register(_joined[0].end)  # after JAX's own exit, and so called before it
     return _joined[0] if _joined and _joined[0].count > 1 else None
 
 

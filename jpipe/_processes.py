@@ -17,6 +17,7 @@ from jpipe._errors import InputError
 
 _NUMBERS = 65536  # that wait to be read; where nobody reads them the oldest go
 _END = "the end"  # where all meet last
+_BLAME_SECONDS = 20.0  # in which a death is heard of that made something fail here
 
 
 class PeerLost(RuntimeError):
@@ -28,11 +29,12 @@ class _Wait:
 
     __slots__ = ("beats", "limit", "on", "what")
 
-    def __init__(self, what: object, on: int | None, limit: float) -> None:
+    def __init__(self, what: object, on: tuple[int, ...], limit: float) -> None:
         self.what, self.on, self.limit, self.beats = what, on, limit, 0
 
     def __str__(self) -> str:
-        return f"{self.what}" + (f" of process {self.on}" if self.on is not None else "")
+        who = f" of process{'es' if len(self.on) > 1 else ''} {', '.join(map(str, self.on))}" if self.on else ""
+        return f"{self.what}{who}"
 
 
 class Processes:
@@ -49,8 +51,10 @@ class Processes:
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
         self._progress, self._seen, self._still = progress, 0, 0  # beats since it was seen to grow
-        self._changed = threading.Condition()  # guards the next three, which threads of the caller wait for
+        self._calls = 0  # what was told, and waits that are over: progress, too
+        self._changed = threading.Condition()  # guards the next four, which threads of the caller wait for
         self._lost: str | None = None
+        self._failed: BaseException | None = None
         self._answers: dict[str, list[str]] = {}
         self._told: dict[str, tuple[float, ...]] = {}
         self._left = False  # whether the caller knows how the run ended, and says so itself
@@ -114,29 +118,34 @@ class Processes:
             name: under which to ask for them; told once in a run, by one process.
             values: they arrive bit for bit.
         """
+        self._calls += 1
         self._channel.post({"tell": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
 
-    def told(self, name: str, on: int | None = None) -> tuple[float, ...]:
+    def told(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
         """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 65,536 are kept.
 
         Args:
             name: under which they are told.
             on: the process that tells them, where known: to be named if they do not come.
+            what: they are, in words; their name where not given.
 
         Raises:
             PeerLost: the run is lost.
         """
-        with self.waiting(name, on):
+        with self.waiting(name if what is None else what, on):
             self._await(lambda: name in self._told)
             return self._told.pop(name)
 
     @contextlib.contextmanager
-    def waiting(self, what: object, on: int | None = None, limit: float | None = None) -> Iterator[None]:
+    def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
         """Say that this thread now waits, so that a wait without end is noticed. Costs about a microsecond, and no message.
+
+        Around something long that this process does alone, such as writing a file, with a `limit` above that of the others: as long as
+        that, they wait for this process.
 
         Args:
             what: is waited for; its text is taken when it is needed.
-            on: the process waited for, where it is one.
+            on: the process or processes waited for, where they are known.
             limit: seconds after which the run is lost; `Limits.wait` where not given.
 
         Raises:
@@ -144,9 +153,11 @@ class Processes:
         """
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(what, on, self._limits.wait if limit is None else limit)
+        others = () if on is None else (on,) if isinstance(on, int) else tuple(on)
+        self._waits[thread] = _Wait(what, others, self._limits.wait if limit is None else limit)
         try:
             yield
+            self._calls += 1
         except Exception as error:
             with self._changed:  # of the death behind it the channel hears at about the same time
                 if self.count > 1 and self._changed.wait_for(lambda: self._lost is not None, timeout=1.0):
@@ -159,13 +170,28 @@ class Processes:
                 self._waits[thread] = outer
 
     def check(self) -> None:
-        """Return unless the run is lost; for loops that wait in Python.
+        """Return unless the run is lost, or something failed in a thread (see `fail`); for loops that wait in Python.
 
         Raises:
             PeerLost: the run is lost.
         """
         if self._lost is not None:
             raise PeerLost(self._lost)
+        if self._failed is not None:
+            raise self._failed
+
+    def fail(self, error: BaseException) -> None:
+        """Say that a thread of this process failed that nobody waits for: the waits of all others raise the first such error.
+
+        Returns when they do so, or when the run is lost, for mostly a death is behind it that is known soon.
+
+        Args:
+            error: what it failed by.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._lost is not None, timeout=_BLAME_SECONDS):
+                self._failed = self._failed or error
+                self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
         """This process gives up and ends: all others raise `PeerLost` with its reason.
@@ -179,7 +205,7 @@ class Processes:
             self._changed.wait_for(lambda: self._lost is not None, timeout=self._limits.grace)
 
     def close(self) -> None:
-        """Part from the others: wait until all are here; from then on the end of a process is no loss.
+        """Part from the others: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
 
         After a loss: the caller has told the user how the run ended, and ends by itself. JAX waits at its exit for processes that
         never come, so this one is still ended, now without a word, when `Limits.grace` is over.
@@ -187,11 +213,37 @@ class Processes:
         Raises:
             PeerLost: a process was lost before all were here.
         """
-        if self._lost is None:
+        if self._lost is None and not self._left:
             self._meet(_END, {}, "all processes to finish", 600.0)
             self._channel.join()
         self._left = True
         sys.stdout.flush()
+
+    def end(self) -> None:
+        """Leave when Python ends: part from the others, or tell them what ends this process; for `atexit`. After `close` it does nothing.
+
+        After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
+        """
+        if self._left and self._lost is None:
+            return
+        error, told = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
+        try:
+            if error is not None:
+                raise error
+            self.close()
+            if self._lost is None:
+                return
+        except BaseException as failure:
+            told = told or failure is error
+            if self._lost is None:
+                self.stop(traceback.format_exception_only(failure)[-1].strip())
+        self._left = True
+        if not told:
+            os.write(2, f"jpipe: {self._lost}\n".encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._channel.be_last()
+        os._exit(1)
 
     def _meet(self, place: str, facts: dict[str, str], what: str, limit: float) -> list[str]:
         with self.waiting(what, limit=limit):
@@ -201,7 +253,7 @@ class Processes:
 
     def _await(self, found: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: found() or self._lost is not None)
+            self._changed.wait_for(lambda: found() or self._lost is not None or self._failed is not None)
             if not found():
                 self.check()
 
@@ -210,7 +262,7 @@ class Processes:
     def _beat(self) -> Beat:
         for wait in list(self._waits.values()):
             wait.beats += 1
-        seen, self._seen = self._seen, self._progress()
+        seen, self._seen = self._seen, self._progress() + self._calls
         self._still = self._still + 1 if self._seen == seen else 0
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         calls = [f"{os.path.basename(f.f_code.co_filename)}:{line} ({f.f_code.co_name})" for f, line in traceback.walk_stack(frame)]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe._collectives import Collective
 from jpipe._costs import nbytes
 from jpipe._links import Link, Reduction
 from jpipe._processes import Processes
@@ -34,7 +35,12 @@ class Transport:
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None where there is one.
         threads: whether collectives have threads of their own; by default on CPUs only.
+
+    Attributes:
+        calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
     """
+
+    calls = 0
 
     def __init__(
         self,
@@ -80,25 +86,28 @@ class Transport:
 
     def load(self, worker: int, data: Tree) -> Tree:
         """Bring host arrays that nobody will write to (see `rows`) to a worker of this process."""
+        Transport.calls += 1
         return jax.device_put(data, self._devices[worker])
 
     def send(self, i: Send, k: int, tree: Tree) -> None:
         """Start moving a message about microbatch `k` to the worker `i.to`."""
+        Transport.calls += 1
         if i.to in self._local:
             self._mailbox[i.to, i.message, k] = jax.device_put(tree, self._devices[i.to])
             return
         link = self._devices[i.worker], self._devices[i.to]
-        self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), link[1].process_index)
+        self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), (link[1].process_index,))
 
     def receive(self, i: Receive, k: int) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `Coming`."""
+        Transport.calls += 1
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
         link, spec = (self._devices[i.source], self._devices[i.worker]), self._specs[i.source, i.worker, i.message]
-        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), link[0].process_index, nbytes(spec))
+        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), (link[0].process_index,), lambda: spec)
 
     def all_reduce(
-        self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: Callable[[Tree], Tree]
+        self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
     ) -> Mapping[int, Tree]:
         """Give a replica's part of the sum of `batch`, which is used up.
 
@@ -107,7 +116,6 @@ class Transport:
             batch: as counted in the run.
             part: what this replica has.
             add: the sum of two parts, on the device of the first replica of this process.
-
             finish: what the replicas get of the sum.
 
         Returns:
@@ -126,10 +134,14 @@ class Transport:
             total = add(total, jax.device_put(parts.pop(w)[0], self._devices[own[0]]))
         if len(group) == 1:
             return self._copies(finish(total), own)
-        others = next(device.process_index for device in group if device.process_index != jax.process_index())
-        lane = frozenset(group)
+        others = tuple(device.process_index for device in group if device.process_index != jax.process_index())
         coming = self._call(
-            lane, lambda: self._copies(finish(reduction_over(group)(total)), own), total, _Words(i, batch), others, nbytes(total)
+            frozenset(group),
+            lambda: self._copies(finish(reduction_over(group)(total)), own),
+            total,
+            _Words(i, batch),
+            others,
+            lambda: dict.fromkeys(own, finish.out_info),
         )
         return {w: coming[w] for w in own}
 
@@ -150,31 +162,47 @@ class Transport:
             copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
         return copies
 
-    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: "_Words", on: int, size: int = 0) -> Tree:
+    def _call(
+        self,
+        lane: Hashable,
+        transfer: Callable[[], Tree],
+        needs: Tree,
+        words: "_Words",
+        on: tuple[int, ...],
+        specs: Callable[[], Tree] = tuple,
+    ) -> Tree:
         """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
                 return transfer()
-        return Coming(lane_of(lane).put(transfer, needs), words, on, self._processes, size)
+        self._processes.check()
+        return Coming(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
 
 
 class Coming:
-    """What another process sends, while it is on its way.
-
-    Attributes:
-        nbytes: the size of its arrays.
-    """
+    """What another process sends, while it is on its way."""
 
     def __init__(
-        self, future: "Future[Tree]", words: object, on: int, processes: Processes, nbytes: int, keys: tuple[int, ...] = ()
+        self,
+        future: "Future[Tree]",
+        words: object,
+        on: tuple[int, ...],
+        processes: Processes,
+        specs: Callable[[], Tree],
+        keys: tuple[int, ...] = (),
     ) -> None:
         self._future, self._words, self._on, self._processes = future, words, on, processes
-        self.nbytes, self._keys = nbytes, keys
+        self._specs, self._keys = specs, keys
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its arrays."""
+        return nbytes(self._entry(self._specs()))
 
     def __getitem__(self, key: int) -> "Coming":
         """One entry of what comes."""
-        return Coming(self._future, self._words, self._on, self._processes, self.nbytes, (*self._keys, key))
+        return Coming(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
 
     def wait(self) -> Tree:
         """The arrays.
@@ -188,18 +216,16 @@ class Coming:
                     self._processes.check()
                     with contextlib.suppress(TimeoutError):
                         self._future.exception(timeout=_LOOK_SECONDS)
-                if self._future.exception() is not None:  # mostly because a process is gone; who it was is known soon
-                    for _ in range(round(_BLAME_SECONDS / _LOOK_SECONDS)):
-                        self._processes.check()
-                        time.sleep(_LOOK_SECONDS)
-        tree = self._future.result()
-        for key in self._keys:
-            tree = tree[key]
-        return tree
+                while self._future.exception() is not None:  # mostly because a process is gone; the lane finds out and has `check` raise
+                    self._processes.check()
+                    time.sleep(_LOOK_SECONDS)
+        return self._entry(self._future.result())
+
+    def _entry(self, tree: Tree) -> Tree:
+        return functools.reduce(lambda part, key: part[key], self._keys, tree)
 
 
 _LOOK_SECONDS = 0.5
-_BLAME_SECONDS = 20.0
 
 
 def arrived(tree: Tree) -> Tree:
@@ -224,26 +250,32 @@ class _Words(NamedTuple):
 
 
 class _Lane:
-    """A thread that does transfers, one after the other."""
+    """A thread that does transfers, one after the other. Each comes with whom to tell of an error: nobody may wait for its result."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Future[Tree]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
 
-    def put(self, transfer: Callable[[], Tree], needs: Tree) -> "Future[Tree]":
+    def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
         future: Future[Tree] = Future()
-        self._queue.put((transfer, needs, future))
+        self._queue.put((transfer, needs, fail, future))
         return future
 
     def _work(self) -> None:
         while True:
-            transfer, needs, future = self._queue.get()
+            transfer, needs, fail, future = self._queue.get()
             try:
                 jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
                 future.set_result(transfer())
             except BaseException as error:
                 future.set_exception(error)
-            del transfer, needs, future  # while this thread waits, nothing that was moved is kept alive
+                fail(error)
+            del transfer, needs, fail, future  # while this thread waits, nothing that was moved is kept alive
+
+
+def progress() -> int:
+    """A number that grows as long as this process moves anything, or begins to."""
+    return Collective.done + Transport.calls
 
 
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.

@@ -1,5 +1,6 @@
 """What the processes of test_processes.py run: `python joined.py NAME WHERE INDEX COUNT` calls the function of that name below."""
 
+import atexit
 import json
 import pathlib
 import socket
@@ -143,6 +144,17 @@ def give_up():
         processes.stop("again")
         sys.exit(4)
     told_and_closed(processes, (lambda all_: all_.told("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
+
+
+def uncaught():
+    """Process 1 fails while 0 waits for it and 2 is done."""
+    processes = join(grace=20)
+    atexit.register(processes.end)
+    if INDEX == 1:
+        sys.stdin.readline()
+        raise ValueError("no data")
+    if INDEX == 0:
+        processes.told("loss 7", on=1)
 
 
 def not_all():

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax._src import distributed
 
-from jpipe import InputError, _channel
+from jpipe import InputError, _channel, _metrics, _processes, _transport
+from jpipe._channel import Channel
 from jpipe._desk import Beat, Desk
 from jpipe._processes import Processes
 
@@ -154,7 +157,7 @@ def test_a_wait_that_lasts_too_long_ends_all_and_tells_what_the_hanging_process_
     for index, (_, out, err) in enumerate(endings):
         line = out + err
         assert "process 2 hangs: process " in line  # whether 0 or 1 was the first to notice
-        assert " has waited 2 s for " in line
+        assert " has waited 2 s for " in line or " has waited 3 s for " in line  # the join was progress
         assert ", and process 2 is in threading.py:" in line
         assert line.endswith(f"; process {index} {stops[index]}\n")
         assert line.count("\n") == 1
@@ -169,6 +172,22 @@ def test_a_process_that_stops_tells_why(tmp_path):
         assert ending(processes[1]) == (3, f"{how} 1 stops while waiting for loss 7 of process 0\n", "")
         assert ending(processes[2]) == (3, f"{how} 2 stops while waiting for all processes to reach 'never'\n", "")
         assert ending(processes[0]) == (4, "", "")
+
+
+def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
+    with started("uncaught", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)  # the others wait
+        go_on(processes[1])
+        how = "process 1 stopped: ValueError: no data; process"
+        code, _, err = ending(processes[0])
+        assert (code, err.splitlines()[-1]) == (
+            1,
+            f"jpipe._processes.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
+        )
+        assert ending(processes[2]) == (1, "", f"jpipe: {how} 2 stops while waiting for all processes to finish\n")
+        code, _, err = ending(processes[1])
+        assert (code, err.splitlines()[-1]) == (1, "ValueError: no data")
 
 
 def test_a_process_that_never_joins_is_named(tmp_path):
@@ -188,6 +207,18 @@ def test_an_address_that_cannot_be_reached_is_told(tmp_path):
             "let the processes of a run connect to each other at any port (a firewall may forbid it)\n",
             "",
         )
+
+
+class Nobody:
+    """How a process finds the others where there are none."""
+
+    index, count, host = 0, 1, ""
+
+    def put(self, value: str) -> None:
+        raise AssertionError
+
+    def get(self, seconds: float) -> str:
+        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -223,15 +254,6 @@ def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
 
 
 def test_a_run_of_one_process_needs_no_other():
-    class Nobody:
-        index, count, host = 0, 1, ""
-
-        def put(self, value: str) -> None:
-            raise AssertionError
-
-        def get(self, seconds: float) -> str:
-            raise AssertionError
-
     processes = Processes.join(store=Nobody())
     processes.agree({"config": "any"})
     processes.barrier("start")
@@ -240,7 +262,56 @@ def test_a_run_of_one_process_needs_no_other():
     with pytest.raises(ZeroDivisionError), processes.waiting("what fails by itself"):
         1 / 0  # noqa: B018
     processes.close()
+    processes.close()
     assert processes._channel._thread is None
+
+
+def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
+    monkeypatch.setattr(_processes, "_BLAME_SECONDS", 0.0)
+
+    def fails():
+        return [1 / 0]
+
+    for thread in (
+        lambda processes: _transport._Lane().put(fails, (), processes.fail),
+        lambda processes: _metrics._tell(processes, "loss", fails),
+    ):
+        processes = Processes.join(store=Nobody())
+        thread(processes)
+        with pytest.raises(ZeroDivisionError):
+            processes.told("loss")
+        with pytest.raises(ZeroDivisionError):
+            _transport.Coming(Future(), "the activation", (), processes, tuple).wait()
+
+
+def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
+    processes = Processes.join(store=Nobody())
+    before = [processes._beat().still for _ in range(2)]
+    with processes.waiting("the sum", (1, 2)):
+        assert str(processes._longest_wait()) == "the sum of processes 1, 2"
+    assert [*before, processes._beat().still, processes._beat().still] == [1.0, 2.0, 0.0, 1.0]
+
+
+def test_what_comes_has_the_size_of_its_part():
+    spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
+    coming = _transport.Coming(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
+
+
+def test_a_talking_thread_that_cannot_begin_is_told(monkeypatch):
+    class First(Nobody):
+        count, host = 2, "127.0.0.1"
+
+        def put(self, value: str) -> None:
+            pass
+
+    async def fails(channel, listener, token):
+        listener.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Channel, "_serve", fails)
+    with pytest.raises(OSError, match="too many open files"):
+        Processes.join(store=First())
 
 
 # With JAX: its coordinator lives in process 0, and it aborts the others soon after that has died.
@@ -281,15 +352,15 @@ def beats(desk, *of_processes):
 
 def test_the_end_of_a_chain_of_waits_is_blamed():
     desk = Desk(4)
-    beats(desk, Beat("", "gradients 0", 1, 44.0), Beat("", "gradients 1", 2, 44.0), Beat("c.py:3 (h)", "z", 3, 0.2), Beat(""))
-    overdue = Beat("", "gradients 0", 1, 46.0, 45.0)
+    beats(desk, Beat("", "gradients 0", (1,), 44.0), Beat("", "gradients 1", (2,), 44.0), Beat("c.py:3 (h)", "z", (3,), 0.2), Beat(""))
+    overdue = Beat("", "gradients 0", (1,), 46.0, 45.0)
     assert desk.answer(0, {"beat": vars(overdue)}) == {
         "lost": "process 2 hangs: process 0 has waited 46 s for gradients 0, and process 2 is in c.py:3 (h)",
     }
 
 
 def test_nobody_is_blamed_while_arrays_move():
-    desk, waits = Desk(2), Beat("", "gradients 0", 1, 100.0, 45.0, still=100.0)
+    desk, waits = Desk(2), Beat("", "gradients 0", (1,), 100.0, 45.0, still=100.0)
     beats(desk, Beat("", still=0.0), Beat("c.py:3 (h)", still=44.0))
     assert desk.answer(0, {"beat": vars(waits)}) is None
     desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", still=46.0))})
@@ -298,9 +369,31 @@ def test_nobody_is_blamed_while_arrays_move():
     }
 
 
+def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
+    desk, sums = Desk(4), "the sum"
+    beats(desk, Beat("", sums, (1, 2), 44.0), Beat("", sums, (0, 2), 44.0), Beat("d.py:4 (i)"), Beat("", "activations 1", (0,), 44.0))
+    for waiter, on in ((0, (1, 2)), (3, (0,))):
+        awaited = Beat("", sums, on, 46.0, 45.0)
+        assert desk.answer(waiter, {"beat": vars(awaited)}) == {
+            "lost": f"process 2 hangs: process {waiter} has waited 46 s for the sum, and process 2 is in d.py:4 (i)",
+        }
+
+
+def test_a_process_that_says_that_it_takes_long_is_waited_for():
+    desk, waits = Desk(2), Beat("", "gradients 0", (1,), 100.0, 45.0)
+    beats(desk, waits, Beat("c.py:3 (h)", "the file to be written", (), 100.0, 200.0))
+    assert desk.answer(0, {"beat": vars(waits)}) is None
+    beats(desk, Beat(""), Beat("c.py:3 (h)", "the file to be written", (), 201.0, 300.0))
+    assert desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", "the file to be written", (), 201.0, 200.0))}) == {
+        "lost": "process 1 has waited 201 s for the file to be written",
+    }
+    desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", "a meeting with process 0", (0,), 100.0, 600.0))})
+    assert "process 1 hangs" in desk.answer(0, {"beat": vars(waits)})["lost"]
+
+
 def test_processes_that_wait_for_each_other_are_told_so():
     desk = Desk(2)
-    assert beats(desk, Beat("", "gradients 0", 1, 30.0), Beat("", "activations 1", 0, 46.0, 45.0))[1] == {
+    assert beats(desk, Beat("", "gradients 0", (1,), 30.0), Beat("", "activations 1", (0,), 46.0, 45.0))[1] == {
         "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
     }
 
@@ -308,7 +401,7 @@ def test_processes_that_wait_for_each_other_are_told_so():
 def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
     desk = Desk(2)
     assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
-    answers = beats(desk, Beat("", "all processes to reach 'start'", None, 601.0, 600.0), Beat("", "loss 3", None, 601.0, 600.0))
+    answers = beats(desk, Beat("", "all processes to reach 'start'", (), 601.0, 600.0), Beat("", "loss 3", (), 601.0, 600.0))
     assert answers == [
         {"lost": "process 1 has not joined: process 0 has waited 601 s for all processes to reach 'start'"},
         {"lost": "process 1 has waited 601 s for loss 3"},
