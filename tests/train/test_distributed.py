@@ -265,7 +265,7 @@ def test_the_command_says_it_in_one_line_and_exits_with_2(address, tiny, tmp_pat
 
 
 def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp_path, capsys, monkeypatch):
-    def join(*, limit, progress):
+    def join(*, limit, **_):
         raise PeerLost(f"nobody came within {limit:g} s")
 
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
