@@ -53,7 +53,7 @@ def join_processes(limit: float = 60.0, wait: float = Limits.wait) -> Processes 
         PeerLost: not all have joined in time.
     """
     if not wait > 0:
-        raise InputError(f"join_processes: expected a wait of more than 0 seconds, found {wait}")
+        raise InputError(f"wait limit: expected more than 0 seconds, found {wait:g}")
     if not _joined and jax.distributed.is_initialized():
         _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), progress=progress))
         atexit.register(_joined[0].end)  # after JAX's own exit, and so called before it

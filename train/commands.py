@@ -22,6 +22,7 @@ def train(
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None,
     connect_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0,
+    wait_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 45.0,
 ) -> int:
     """Train a model through a pipeline, as a YAML file says; in several processes, each is started with this command.
 
@@ -33,6 +34,7 @@ def train(
         num_processes: Several processes: how many.
         process_id: Several processes: the number of this one, from 0.
         connect_limit: Several processes: how long each waits for the others at the start.
+        wait_limit: Several processes: how long none of them may get on before the run is given up; more than a microbatch takes.
     """
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
@@ -46,7 +48,7 @@ def train(
     try:
         settings = config_file.load(config, overrides, allow_code=allow_code)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
-        loop.main(settings, count, connect_limit)
+        loop.main(settings, count, connect_limit, wait_limit)
     except InputError as error:
         code = _fail(str(error), 2)
     except together.ToldElsewhere as error:

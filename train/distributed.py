@@ -90,17 +90,18 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     return me.num_processes
 
 
-def join(limit: float) -> Processes | None:
+def join(limit: float, wait: float) -> Processes | None:
     """The processes of this run, which all call this, best before JAX starts a device; `stop` parts from them.
 
     Args:
         limit: seconds to wait for the others.
+        wait: seconds without progress in any of them after which the run is given up.
 
     Raises:
-        InputError: process 0 cannot be reached.
+        InputError: process 0 cannot be reached, or the wait is no time.
         PeerLost: not all have joined in time.
     """
-    if (processes := join_processes(limit)) is not None:
+    if (processes := join_processes(limit, wait)) is not None:
         _at_the_end.callback(processes.close)
     return processes
 

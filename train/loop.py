@@ -33,13 +33,14 @@ class Summary:
     measured: jpipe.Window | None
 
 
-def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0) -> Summary:
+def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0) -> Summary:
     """Train as `config` says.
 
     Args:
         config: the same in all processes of the run.
         num_processes: how many processes there are; each calls this, once `train.distributed.start` has connected them.
         connect_limit: seconds that each waits for the others at the start.
+        wait_limit: seconds without progress in any of them after which the run is given up.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
@@ -48,7 +49,7 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0) ->
         ToldElsewhere: this process stops for a reason that another one tells.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
-    with joined(num_processes, connect_limit) as together:
+    with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
         together.agree(lambda: facts(config))
         together.alike(lambda: prepare_devices(config.plan, num_processes))

@@ -114,19 +114,20 @@ class Together:
 
 
 @contextlib.contextmanager
-def joined(num_processes: int, limit: float) -> Iterator[Together]:
+def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
     """Join the processes of this run for as long as it goes on; what ends this one ends all.
 
     Args:
         num_processes: how many there are; with one nobody is asked.
         limit: seconds to wait for the others.
+        wait: seconds without progress in any of them after which the run is given up.
 
     Raises:
         jpipe.InputError: process 0 cannot be reached.
         jpipe.PeerLost: another one did not come, died, hung or stopped.
     """
     global _joined
-    _joined = distributed.join(limit) if num_processes > 1 else None
+    _joined = distributed.join(limit, wait) if num_processes > 1 else None
     together = Together(_joined)
     try:
         yield together
