@@ -55,7 +55,7 @@ class Transport:
         self._threads = all(device.platform == "cpu" for device in devices) if threads is None else threads
         self._local = frozenset(w for w, device in enumerate(devices) if device.process_index == own)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
-        self._used: dict[Devices, Link | Reduction] = {}  # in the order in which all processes connect
+        self._used: dict[Hashable, Link | Reduction] = {}  # by lane, in the order in which all processes connect
         self._specs: dict[tuple[int, int, str], Tree] = {}  # of what comes from other processes, by sender, receiver, message
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
@@ -77,12 +77,16 @@ class Transport:
             group = self._group(self._replicas[first])
             if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
                 reduction_over(group).compile(spec)
-                self._used[group] = reduction_over(group)
+                self._used[frozenset(group)] = reduction_over(group)
 
     def connect(self) -> None:
-        """Open the connections to other processes; all processes call it, once all have compiled."""
-        for collective in self._used.values():
-            collective.connect()
+        """Open the connections to other processes; all processes call it, once all have compiled.
+
+        One after the other, and each in its lane: what another pipeline may still have under way there comes first.
+        """
+        others = tuple(sorted({device.process_index for device in self._devices} - {jax.process_index()}))
+        for lane, collective in self._used.items():
+            arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
 
     def load(self, worker: int, data: Tree) -> Tree:
         """Bring host arrays that nobody will write to (see `rows`) to a worker of this process."""
@@ -167,7 +171,7 @@ class Transport:
         lane: Hashable,
         transfer: Callable[[], Tree],
         needs: Tree,
-        words: "_Words",
+        words: object,
         on: tuple[int, ...],
         specs: Callable[[], Tree] = tuple,
     ) -> Tree:
