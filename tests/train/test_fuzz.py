@@ -335,7 +335,7 @@ def answered(capsys, monkeypatch, tmp_path):
 def accepted(monkeypatch) -> list[Config]:
     """The configs that got as far as a model; none is built."""
     configs = []
-    monkeypatch.setattr(loop, "main", lambda config, num_processes: configs.append(config))
+    monkeypatch.setattr(loop, "main", lambda config, *_: configs.append(config))
     monkeypatch.setattr(train.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
     return configs
 
