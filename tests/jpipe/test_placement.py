@@ -79,8 +79,8 @@ def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(ma
         "  stage 0: w0 w1",
         "  stage 1: w2",
         "devices:",
-        "  process 0: cpu:10 cpu:11",
-        "  process 1: cpu:12 cpu:13 cpu:14",
+        "  process 0: cpu:0 cpu:1",
+        "  process 1: cpu:2 cpu:3 cpu:4",
     ]
     assert numbers(plan_of(2, 1, placement=[[0, 1], [2]])) == [0, 1, 2]
 
@@ -93,8 +93,8 @@ def test_a_device_that_is_not_there_is_refused(machines):
         "  stage 0: w0",
         "  stage 1: w1 w2",
         "devices:",
-        "  process 0: cpu:10",
-        "  process 1: cpu:11",
+        "  process 0: cpu:0",
+        "  process 1: cpu:1",
     ]
 
 
@@ -102,9 +102,9 @@ def test_a_process_without_a_worker_is_refused(machines):
     machines(1, 1, 2)
     assert refused(plan_of(1, 2, placement=[[3], [2, 0]])) == [
         "plan: expected a worker in every process, found none in process 1; place one there, or start fewer processes",
-        "         replica 0     replica 1",
-        "stage 0  w0 p2 cpu:13",
-        "stage 1  w1 p2 cpu:12  w2 p0 cpu:10",
+        "         replica 0    replica 1",
+        "stage 0  w0 p2 cpu:3",
+        "stage 1  w1 p2 cpu:2  w2 p0 cpu:0",
     ]
     given = machines(1, 1)
     assert "found none in process 0;" in refused(plan_of(1, 1), [given[1]] * 2)[0]
@@ -130,14 +130,14 @@ def test_the_grid_has_a_row_for_each_stage_and_a_column_for_each_replica(machine
     text = placement_grid(plan, place(plan))
     assert [re.split("  +", line) for line in text.splitlines()] == [
         ["", "replica 0", "replica 1", "replica 2"],
-        ["stage 0", "w0 p0 cpu:10", "w1 p1 cpu:11"],
-        ["stage 1", "w2 p1 cpu:11"],
-        ["stage 2", "w3 p1 cpu:12", "w4 p1 cpu:12", "w5 p0 cpu:10"],
+        ["stage 0", "w0 p0 cpu:0", "w1 p1 cpu:1"],
+        ["stage 1", "w2 p1 cpu:1"],
+        ["stage 2", "w3 p1 cpu:2", "w4 p1 cpu:2", "w5 p0 cpu:0"],
     ]
     assert {line.find("w0") for line in text.splitlines()} == {-1, text.splitlines()[0].find("replica 0")}
     machines(3)  # of one process: its number tells nothing
     assert placement_grid(plan, place(plan)).splitlines()[1:] == [
-        "stage 0  w0 cpu:10  w1 cpu:11",
-        "stage 1  w2 cpu:11",
-        "stage 2  w3 cpu:12  w4 cpu:12  w5 cpu:10",
+        "stage 0  w0 cpu:0   w1 cpu:1",
+        "stage 1  w2 cpu:1",
+        "stage 2  w3 cpu:2   w4 cpu:2   w5 cpu:0",
     ]
