@@ -199,7 +199,7 @@ def _ask(link: socket.socket, question: str, limit: float) -> str:
         link.sendall(question.encode())
         with link.makefile("rb") as answers:
             return answers.readline(_LONGEST_ANSWER).decode(errors="replace").removesuffix("\n")
-    except TimeoutError:
+    except TimeoutError:  # an OSError too, but one that the caller tells apart
         raise
     except OSError:
         return ""
