@@ -1,6 +1,6 @@
 """What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or read off a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,8 @@ class LayerCost:
         optimizer: optimizer state.
         state: layer state (batch statistics).
         residuals: what stays from forward to backward, by recomputation policy (`full` needs no entry).
+        update: time of one update.
+        temporary: the largest scratch memory of its programs, without recomputation.
     """
 
     forward: float
@@ -71,19 +73,28 @@ class LayerCost:
     optimizer: int = 0
     state: int = 0
     residuals: Mapping[str, int] = field(default_factory=dict)
+    update: float = 0.0
+    temporary: int = 0
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins neighbouring workers; each direction carries one message at a time.
+    """What joins two workers; each direction carries one message at a time.
 
     Attributes:
         bandwidth: bytes a second.
         latency: seconds from the end of sending to the arrival; it does not keep the link busy.
+        ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
+            direction from the one worker to the other.
     """
 
     bandwidth: float = float("inf")
     latency: float = 0.0
+    ports: tuple[Hashable, ...] = ()
+
+
+Network = Callable[[int, int], Link]
+"""The link from one worker to another, by their numbers."""
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
@@ -105,7 +116,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
         labels: bytes of one microbatch's labels.
 
     Returns:
-        One cost for each stage. Updates take no time and there are no temporaries: layer costs say nothing of them.
+        One cost for each stage. Where a stage recomputes, the residuals that it makes again count as temporary.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
@@ -120,20 +131,24 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
         before = costs[-1].outputs if costs else inputs
         forward = sum(layer.forward for layer in own)
         again = 0.0 if stage.recompute == "none" else forward
+        residuals = before if stage.recompute == "full" else sum(_residuals(i, layers[i], stage.recompute) for i in stage.layers)
+        made_again = 0 if stage.recompute == "none" else sum(layer.residuals.get("none", 0) for layer in own)
         costs.append(
             StageCost(
                 forward=forward,
                 backward=sum(layer.backward for layer in own) + again,
+                update=sum(layer.update for layer in own),
                 inputs=before,
                 labels=labels if last else 0,
                 outputs=0 if last else own[-1].outputs,
-                residuals=before if stage.recompute == "full" else sum(_residuals(i, layers[i], stage.recompute) for i in stage.layers),
+                residuals=residuals,
                 message=0 if last else own[-1].outputs,
                 gradient=before if s > 0 else 0,
                 weights=sum(layer.weights for layer in own),
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
                 sums=sum(layer.weights for layer in own),
+                temporary=max(layer.temporary for layer in own) + max(made_again - residuals, 0),
             )
         )
     return tuple(costs)

@@ -1,11 +1,14 @@
 """Run programs without devices: prove order, versions, absence of deadlock and of leaks; predict time, bubble, memory and bytes moved."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_right, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
-from jpipe._costs import Link, StageCost, unit_costs
+from jpipe._costs import Link, Network, StageCost, unit_costs
 from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
 from jpipe._program import (
@@ -59,7 +62,7 @@ class Prediction:
         return format_grid(to_ticks(self.timeline, tick or shortest or 1.0))
 
 
-def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | None = None) -> Prediction:
+def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:
     """Prove a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
 
     Every worker runs its own part, a transfer waits until both sides have come to it, an update until all replicas have begun to
@@ -72,7 +75,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     Args:
         program: from `lower`, with `drain` and `begin` equal to `start`.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between workers; by default transfers and sums are free.
+        link: between any two workers, or a function that gives it for each two; by default transfers and sums are free. A sum goes
+            round at the pace of the slowest link between neighbouring replicas.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -86,7 +90,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     costs = unit_costs(program.plan) if costs is None else costs
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
-    return _Simulation(program, costs, link or Link()).run()
+    link = link or Link()
+    return _Simulation(program, costs, (lambda source, target: link) if isinstance(link, Link) else link).run()
 
 
 @dataclass
@@ -123,9 +128,32 @@ class _Worker:
         self.sample()
 
 
+_Port = list[tuple[float, float]]
+"""From when to when it is busy, in order."""
+
+
+def _occupy(ports: Sequence[_Port], ready: float, seconds: float) -> float:
+    """Send as soon after `ready` as all ports are free for so long; returns the end. Messages do not come in the order of time."""
+    if seconds == 0:
+        return ready
+    start, found = ready, False
+    while not found:
+        found = True
+        for port in ports:
+            place = max(bisect_right(port, (start, math.inf)) - 1, 0)
+            while place < len(port) and port[place][0] < start + seconds:
+                if port[place][1] > start:
+                    start, found = port[place][1], False
+                place += 1
+    for port in ports:
+        insort(port, (start, start + seconds))
+    return start + seconds
+
+
 class _Simulation:
-    def __init__(self, program: Program, costs: Sequence[StageCost], link: Link) -> None:
-        self.program, self.plan, self.costs, self.link = program, program.plan, costs, link
+    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network) -> None:
+        self.program, self.plan, self.costs = program, program.plan, costs
+        self.network = cache(network)
         self.schedule = SCHEDULES[self.plan.schedule]
         numbers = range(len(self.plan.workers))
         queues: list[list[Instruction]] = [[] for _ in numbers]
@@ -134,7 +162,7 @@ class _Simulation:
             queues[instruction.worker].append(instruction)
             places[instruction.worker].append(place)
         self.workers = [self._worker(w, queues[w], places[w]) for w in numbers]
-        self.link_free: dict[tuple[int, int], float] = {}
+        self.ports: defaultdict[Hashable, _Port] = defaultdict(_Port)
         self.sums: dict[tuple[int, int], list[tuple[float, int]]] = {}  # by stage and batch, when and where each replica came to it
 
     def run(self) -> Prediction:
@@ -191,11 +219,12 @@ class _Simulation:
             peer.memory += self.costs[peer.stage].message
         else:
             ready, size = self._norm(w, k) if send.message == "norm" else self._take(w, "squares", k), 0
-        starts = max(ready, self.link_free.get((w, send.to), 0.0))
-        self.link_free[w, send.to] = starts + size / self.link.bandwidth
+        link = self.network(w, send.to)
+        ports = link.ports or ((w, send.to),)
+        sent = _occupy([self.ports[port] for port in ports], ready, size / link.bandwidth)
         worker.moved += size
         arrives = {"activation": "inputs", "gradient": "message", "squares": "later squares", "norm": "norm"}[send.message]
-        self._put(send.to, arrives, k, self.link_free[w, send.to] + self.link.latency)
+        self._put(send.to, arrives, k, sent + link.latency)
         if peer.memory > peer.peak:
             peer.peak = peer.memory
         worker.position += 1
@@ -240,7 +269,9 @@ class _Simulation:
         if len(arrived) < len(replicas):
             return
         share = 2 * (len(replicas) - 1) / len(replicas) * self.costs[worker.stage].sums
-        seconds = share / self.link.bandwidth + 2 * (len(replicas) - 1) * self.link.latency
+        ring = [self.network(replica, replicas[n - 1]) for n, replica in enumerate(replicas)]
+        latency = max(link.latency for link in ring)
+        seconds = share / min(link.bandwidth for link in ring) + 2 * (len(replicas) - 1) * latency
         for replica in replicas:
             self.workers[replica].moved += round(share)
             self._put(replica, "summed", i.batch, max(time for time, _ in arrived) + seconds)

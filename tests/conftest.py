@@ -12,7 +12,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # From here on both packages are imported with every annotation, shapes included, checked at each call.
-install_import_hook(["jpipe", "train"], "beartype.beartype")
+install_import_hook(["jpipe", "planner", "train"], "beartype.beartype")
 
 
 @pytest.fixture(scope="module")

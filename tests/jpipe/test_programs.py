@@ -317,7 +317,7 @@ def test_layer_costs_add_up_to_stage_costs():
     stages = [{"layers": ("a",)}, {"layers": ("b", "c"), "recompute": "full"}]
     first, second = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers, inputs=4, labels=2)
     assert first == StageCost(1.0, 2.0, inputs=4, outputs=8, residuals=50, message=8, weights=100, optimizer=200, sums=100)
-    assert second == StageCost(2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, sums=200)
+    assert second == StageCost(2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, sums=200, temporary=92)
     with pytest.raises(InputError, match="layer 'b' of the plan has none"):
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 

@@ -1,0 +1,197 @@
+"""What a model costs, layer by layer, for several microbatch sizes; as JSON. Where the numbers come from is told in `source`."""
+
+import json
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+import jpipe
+from jpipe import InputError
+
+FORMAT = "jpipe-profile/1"
+
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Data(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class AtSize(_Data):
+    """One layer at one microbatch size.
+
+    Attributes:
+        forward: seconds of a forward.
+        backward: seconds of a backward, without recomputation.
+        outputs: bytes that cross a cut after this layer (of all tensors that are used behind it), as many as of their gradients.
+        residuals: bytes that stay from forward to backward, by recomputation policy; "none" always, the others where they are known.
+        temporary: the largest scratch memory of its programs, in bytes.
+        flops: floating-point operations of a forward; 0: not known.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    outputs: Bytes
+    residuals: dict[str, Bytes]
+    temporary: Bytes = 0
+    flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class LayerProfile(_Data):
+    """One layer.
+
+    Attributes:
+        id: its name in the model.
+        weights: bytes of its parameters.
+        optimizer: bytes of its optimizer state.
+        state: bytes of its layer state.
+        update: seconds of an update.
+        at: what depends on the microbatch, in the order of `Profile.sizes`.
+    """
+
+    id: Annotated[str, Field(min_length=1)]
+    weights: Bytes
+    optimizer: Bytes = 0
+    state: Bytes = 0
+    update: Seconds = 0.0
+    at: tuple[AtSize, ...]
+
+
+class Profile(_Data):
+    """A model's costs.
+
+    Attributes:
+        format: "jpipe-profile/1".
+        source: "measured", "analytic" or "imported".
+        device: on or for which device.
+        sizes: the microbatch sizes, in rows, ascending.
+        inputs: bytes of one microbatch's inputs, for each size.
+        labels: bytes of its labels, for each size.
+        dispatch: seconds that one computation costs besides the device's work.
+        layers: in the model's order.
+
+    Raises:
+        InputError: any part that is wrong: no times at all, a number that is not one, sizes that do not fit.
+    """
+
+    format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
+    source: Literal["measured", "analytic", "imported"]
+    device: str = ""
+    sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    inputs: tuple[Bytes, ...]
+    labels: tuple[Bytes, ...]
+    dispatch: Seconds = 0.0
+    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise jpipe.explain(error, Profile, "profile") from None
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> "Profile":
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes: expected ascending microbatch sizes, found {list(self.sizes)}")
+        for name in ("inputs", "labels"):
+            if len(getattr(self, name)) != len(self.sizes):
+                raise ValueError(f"{name}: expected a number for each of {len(self.sizes)} sizes, found {len(getattr(self, name))}")
+        seen = set()
+        for layer in self.layers:
+            if layer.id in seen:
+                raise ValueError(f"layer '{layer.id}' is there twice; give each layer its own id")
+            seen.add(layer.id)
+            if len(layer.at) != len(self.sizes):
+                raise ValueError(f"layer '{layer.id}': expected costs for each of {len(self.sizes)} sizes, found {len(layer.at)}")
+            for rows, at in zip(self.sizes, layer.at, strict=True):
+                if "none" not in at.residuals:
+                    raise ValueError(
+                        f"layer '{layer.id}', {rows} rows: expected residuals for the policy 'none', found {list(at.residuals)}"
+                    )
+        for n, rows in enumerate(self.sizes):
+            if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
+                raise ValueError(f"all times of {rows} rows are zero; profile again, with more repetitions or larger microbatches")
+        return self
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        """The layer ids, in order."""
+        return tuple(layer.id for layer in self.layers)
+
+    def costs(self, rows: int) -> dict[str, jpipe.LayerCost]:
+        """What each layer costs at a microbatch size of the profile."""
+        n = self.sizes.index(rows)
+        return {
+            layer.id: jpipe.LayerCost(
+                forward=at.forward,
+                backward=at.backward,
+                outputs=at.outputs,
+                weights=layer.weights,
+                optimizer=layer.optimizer,
+                state=layer.state,
+                residuals=at.residuals,
+                update=layer.update,
+                temporary=at.temporary,
+            )
+            for layer in self.layers
+            for at in (layer.at[n],)
+        }
+
+    def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.StageCost, ...]:
+        """What each stage of a plan costs, for `jpipe.simulate`; `dispatch` is added to each computation."""
+        n = self.sizes.index(rows)
+        costs = jpipe.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
+        return tuple(
+            jpipe.StageCost(**{**vars(cost), "forward": cost.forward + self.dispatch, "backward": cost.backward + self.dispatch})
+            for cost in costs
+        )
+
+    def check_layers(self, ids: tuple[str, ...]) -> None:
+        """Refuse a profile of another model than the one with the layers `ids`.
+
+        Raises:
+            InputError: names the first layer that differs.
+        """
+        for n, (found, expected) in enumerate(zip(self.ids, ids, strict=False)):
+            if found != expected:
+                raise InputError(f"profile: layer {n} is '{found}', the model has '{expected}' there; profile this model")
+        if len(self.ids) != len(ids):
+            longer, what = (self.ids, "is not in the model") if len(self.ids) > len(ids) else (ids, "of the model is not in it")
+            raise InputError(f"profile: layer '{longer[min(len(self.ids), len(ids))]}' {what}; profile this model")
+
+    def to_json(self) -> str:
+        """The profile as JSON text; `from_json` reads it back."""
+        return json.dumps(self.model_dump(mode="json")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "profile") -> "Profile":
+        """Read a profile.
+
+        Args:
+            text: what `to_json` wrote.
+            where: names the source (a file, say) in error messages.
+
+        Raises:
+            InputError: no JSON, not a profile of this format, or numbers that cannot be.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{where}: expected a profile as JSON, found text that is none or is cut off "
+                f"at line {error.lineno}, column {error.colno} ({error.msg})"
+            ) from None
+        except (RecursionError, ValueError):
+            raise InputError(
+                f"{where}: expected a profile as JSON, found text nested too deeply, or a number of thousands of digits"
+            ) from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a profile of jpipe?')
+        try:
+            return cls(**data)
+        except InputError as error:
+            raise InputError(*(where + line.removeprefix("profile") for line in error.args)) from None
