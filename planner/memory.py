@@ -1,0 +1,61 @@
+"""What a worker holds at most, in bytes, counted as `jpipe.simulate` counts; one function for all searches. It takes NumPy arrays too."""
+
+from typing import Any
+
+import numpy as np
+
+Number = Any  # int or array
+
+
+def stage_bytes(
+    weights: Number,
+    optimizer: Number,
+    state: Number,
+    residuals: Number,
+    inputs: Number,
+    outputs: Number,
+    temporary: Number,
+    labels: Number,
+    *,
+    versions: Number,
+    in_flight: Number,
+    waiting: Number,
+    replicas: Number,
+    sync_state: bool = True,
+) -> Number:
+    """The most bytes that a worker of a stage holds while it computes, in a pipeline whose stages are about equally fast.
+
+    A replicated stage sums the gradients of one update while it makes those of the next, and holds its layer state four times: its
+    own, what it set aside for each of both, and what comes of the sum.
+
+    At the last stage, `simulate` takes the residuals for scratch memory of the one program that makes and uses them; here they count.
+
+    Args:
+        weights: of one version; as many bytes of gradients are summed.
+        optimizer: optimizer state.
+        state: layer state.
+        residuals: what stays from a forward to its backward, with the stage's recomputation.
+        inputs: the stage input; as many bytes of gradient leave.
+        outputs: the stage output, 0 at the last stage; as many bytes of gradient arrive.
+        temporary: the largest scratch memory of a program; where it recomputes, what it makes again included.
+        labels: 0 but for the last stage.
+        versions: weight versions alive.
+        in_flight: n_s, microbatches between their forward and their backward.
+        waiting: stage inputs that have arrived and wait for their forward while it is busy, 0 at the first stage (see `waiting_inputs`).
+        replicas: r_s.
+        sync_state: whether replicas average layer state.
+    """
+    shared = np.greater(replicas, 1)
+    kept = (versions + 1 + shared) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
+    return kept + in_flight * residuals + (waiting + 1) * inputs + outputs + labels + temporary
+
+
+def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
+    """How many inputs wait at most at a replica of a stage: what all replicas of the stage before have in flight, less what it has.
+
+    Args:
+        in_flight: n_s of the stage.
+        replicas: r_s.
+        sent: n r of the stage before: its microbatches in flight over all its replicas; 0: there is none.
+    """
+    return np.maximum(-(-sent // replicas) - in_flight, 0)
