@@ -65,6 +65,25 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
     return {w: stages[key] for w, key in sharing.items()}
 
 
+def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], device: jax.Device) -> tuple[int, ...]:
+    """For each stage the largest scratch memory of any program, compiled for `device`; equal stages are compiled once."""
+    names: list[set[str]] = [set() for _ in functions]
+    for program in programs:
+        for instruction in program.instructions:
+            names[plan.workers[instruction.worker][0]].update(_calls(instruction, plan))
+    depths = [len(stage.layers) for stage in plan.stages]
+    texts: list[list[str]] = []
+    distinct: dict[str, jax.stages.Lowered] = {}
+    for f, calls in zip(functions, names, strict=True):
+        lowered = [_lower_call(f, device, name, depths) for name in sorted(calls)]
+        texts.append([call.as_text() for call in lowered])
+        distinct.update(zip(texts[-1], lowered, strict=True))
+    compiled = dict(zip(distinct, _compile_side_by_side(list(distinct.values())), strict=True))
+    return tuple(
+        CompiledStage(f, device, {text: compiled[text] for text in own}).temporary_bytes for f, own in zip(functions, texts, strict=True)
+    )
+
+
 def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
     """The computations that an instruction needs."""
     match instruction:

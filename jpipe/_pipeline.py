@@ -14,7 +14,7 @@ import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
-from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec
+from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._errors import InputError, cause
 from jpipe._layers import LayerStack, describe, key_spec
@@ -249,13 +249,15 @@ class Pipeline:
                 found |= worker.versions[version * self.plan.updates_a_batch(self.plan.workers[w][0])]
         return _copy(found)
 
-    def costs(self, batch: Batch) -> tuple[StageCost, ...]:
+    def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
-        Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled.
+        Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled, or
+        with `compiled_for`.
 
         Args:
-            batch: as in `init`.
+            batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
+            compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
@@ -266,6 +268,9 @@ class Pipeline:
         for w, stage in self._stages.items():
             s = self.plan.workers[w][0]
             costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
+        if compiled_for is not None:
+            sizes = temporary_bytes(self.plan, functions, self._steps.proved_runs, compiled_for)
+            costs = [dataclasses.replace(cost, temporary=size) for cost, size in zip(costs, sizes, strict=True)]
         return tuple(costs)
 
     @cached_property

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpipe._costs import StageCost
+from jpipe._costs import Link, Network, StageCost
 from jpipe._errors import InputError
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe._lower import batches_until_full, lower
@@ -66,7 +66,9 @@ def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, fi
     return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
 
 
-def predict_window(plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False) -> Window:
+def predict_window(
+    plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False, link: Link | Network | None = None
+) -> Window:
     """The window that `cut_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
 
     Args:
@@ -75,10 +77,11 @@ def predict_window(plan: Plan, costs: Sequence[StageCost], first: int, batches: 
         first: the batch whose entry is the beginning, counted as in the run.
         batches: how many batches later the window ends.
         clips: whether the pipeline clips by the global norm.
+        link: between the workers, as in `simulate`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in its stride when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
-    prediction = simulate(program, costs)
+    prediction = simulate(program, costs, link)
     return cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 

@@ -118,6 +118,7 @@ class Topology(_Data):
         name: for people.
         levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
         device: of every worker.
+        cores: how many workers compute at the same time, where they are processes that share the cores of a CPU; None: all.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
@@ -127,6 +128,7 @@ class Topology(_Data):
     name: str = ""
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     device: Device = Device()
+    cores: Annotated[int, Field(ge=1, strict=True)] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
         try:

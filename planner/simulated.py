@@ -1,0 +1,78 @@
+"""A plan priced by `jpipe.simulate`: instruction by instruction, with transfers and sums on the links of a topology."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import jpipe
+from planner.topology import Topology
+
+MOST_FORWARDS = 100_000  # of a simulation: some seconds
+BATCHES = 2  # of a window, from a pipeline that is full
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation of some batches in steady state says.
+
+    Attributes:
+        batch_seconds: of one batch.
+        bubble: share of the workers' time in which they do not compute.
+        peak_bytes: for each worker the most bytes at a time while a computation runs, what it makes and its temporaries included.
+        sent_bytes: for each worker what it sends, a batch.
+    """
+
+    batch_seconds: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    sent_bytes: tuple[float, ...]
+
+
+def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> Simulated | None:
+    """Simulate a plan on a topology, worker w on its device w, or as the plan's `keep_together` says.
+
+    Args:
+        plan: what to run.
+        costs: of its stages, as from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
+        topology: the links; where workers share cores, time is stretched while more of them compute than there are cores.
+
+    Returns:
+        None where it would take longer than some seconds.
+    """
+    first = 2 * jpipe.batches_until_full(plan)
+    shown = first + BATCHES + 1
+    if sum(plan.replicas) * plan.microbatches // max(plan.replicas) * shown > MOST_FORWARDS:
+        return None
+    place = places(plan)
+    prediction = jpipe.simulate(jpipe.lower(plan, shown), costs, lambda source, target: topology.link(place[source], place[target]))
+    window = jpipe.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, BATCHES)
+    seconds = _stretched(window.timeline, window.seconds, topology.cores)
+    return Simulated(
+        batch_seconds=seconds / BATCHES,
+        bubble=1 - (1 - window.bubble) * window.seconds / seconds,
+        peak_bytes=prediction.peak_bytes_running,
+        sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
+    )
+
+
+def places(plan: jpipe.Plan) -> tuple[int, ...]:
+    """The number of each worker's device, as `jpipe.Pipeline` places them on as many devices as there are workers."""
+    if plan.placement is not None:
+        return tuple(number for stage in plan.placement for number in stage)
+    count = len(plan.workers)
+    order = sorted(range(count), key=lambda w: w if plan.keep_together == "replicas" else (plan.workers[w][1], plan.workers[w][0]))
+    return tuple(int(number) for number in np.argsort(order))
+
+
+def _stretched(timeline: jpipe.Timeline, seconds: float, cores: int | None) -> float:
+    """How long it takes when those that compute at a time share the cores evenly: then all of them slow down alike, and order stays."""
+    if cores is None or len(timeline) <= cores:
+        return seconds
+    spans = [(span.start, span.end) for row in timeline for span in row]
+    spans += [(span.update_start, span.update_end) for row in timeline for span in row if span.updates]
+    starts, ends = (np.sort([span[n] for span in spans]) for n in (0, 1))
+    times = np.unique(np.concatenate([starts, ends, [0.0, seconds]]))
+    middle = (times[:-1] + times[1:]) / 2
+    busy = np.searchsorted(starts, middle, side="right") - np.searchsorted(ends, middle, side="right")
+    return float(np.sum(np.diff(times) * np.maximum(busy / cores, 1.0)))

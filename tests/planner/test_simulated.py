@@ -1,0 +1,72 @@
+"""Plans priced by simulation: links and their shared ports, places of workers, shared cores."""
+
+import dataclasses
+
+import pytest
+
+import jpipe
+from planner.simulated import places, simulated
+from planner.topology import Topology
+
+
+def _plan(replicas=1, schedule="pipedream", microbatches=4, stages=2, **fields):
+    return jpipe.Plan.even([f"l{n}" for n in range(4)], stages, schedule, microbatches, replicas=replicas, **fields)
+
+
+def _costs(plan, **fields):
+    return [jpipe.StageCost(1.0, 2.0, **fields) for _ in plan.stages]
+
+
+def _servers(count, size, inner, outer, **fields):
+    return Topology(levels=({"count": size, "bandwidth": inner}, {"count": count, "bandwidth": outer}), **fields)
+
+
+def test_a_link_that_takes_longer_than_the_computation_decides():
+    plan = _plan()
+    costs = _costs(plan, outputs=60, inputs=60, message=60, gradient=60)
+    fast = simulated(plan, costs, Topology.flat(2, bandwidth=1e9))
+    slow = simulated(plan, costs, Topology.flat(2, bandwidth=10.0))
+    assert fast.batch_seconds == pytest.approx(4 * 3.0)
+    assert slow.batch_seconds == pytest.approx(4 * (3.0 + 6.0))  # a period of F + B + l
+    assert fast.bubble == pytest.approx(0.0, abs=1e-6)
+    assert slow.bubble == pytest.approx(1 - 3 / 9)
+
+
+def test_pipelines_that_leave_a_server_by_one_port_share_it():
+    plan = _plan(replicas=2, extra_in_flight=8, microbatches=8)
+    costs = _costs(plan, outputs=60, inputs=60, message=60, gradient=60)
+    across = simulated(plan, costs, _servers(2, 2, inner=1e9, outer=20.0))  # the replicas of a stage in one server
+    assert across.batch_seconds == pytest.approx(8 * 3.0, rel=0.15)  # 3 s each, one after the other, where computing takes 1.5
+    inside = simulated(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=20.0))
+    assert inside.batch_seconds == pytest.approx(4 * 3.0, rel=0.05)
+
+
+def test_a_sum_over_servers_takes_the_slow_link():
+    plan = _plan(replicas=2, schedule="pipedream_flush", stages=1)
+    costs = _costs(plan, sums=100)
+    one = simulated(plan, costs, _servers(1, 2, inner=10.0, outer=1.0))
+    two = simulated(plan, costs, _servers(2, 1, inner=10.0, outer=1.0))
+    assert one.batch_seconds == pytest.approx(2 * 3.0 + 10.0)
+    assert two.batch_seconds == pytest.approx(2 * 3.0 + 100.0)
+
+
+def test_workers_that_share_cores_take_turns():
+    plan = _plan(stages=4)
+    costs = [dataclasses.replace(cost, update=0.5) for cost in _costs(plan)]
+    alone = simulated(plan, costs, Topology.flat(4, 1e9))
+    shared = simulated(plan, costs, Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
+    assert alone.batch_seconds == pytest.approx(4 * 3.0 + 0.5)
+    assert shared.batch_seconds == pytest.approx(2 * alone.batch_seconds)
+    naive = _plan(stages=4, schedule="naive")
+    one_at_a_time = simulated(naive, _costs(naive), Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
+    assert one_at_a_time.batch_seconds == pytest.approx(simulated(naive, _costs(naive), Topology.flat(4, 1e9)).batch_seconds)
+
+
+def test_workers_are_where_the_plan_places_them():
+    assert places(_plan(replicas=[3, 1], microbatches=3)) == (0, 1, 2, 3)
+    assert places(_plan(replicas=2, keep_together="stages")) == (0, 2, 1, 3)  # stage 0 on 0 and 2, stage 1 on 1 and 3
+    assert places(_plan(placement=((5,), (2,)))) == (5, 2)
+
+
+def test_what_would_take_minutes_is_not_simulated():
+    assert simulated(_plan(microbatches=10**6), _costs(_plan()), Topology.flat(2, 1e9)) is None
