@@ -161,6 +161,9 @@ def gnmt(lstms: int, vocabulary: int = 32320, width: int = 1024, words: int = 48
 # GPT ---------------------------------------------------------------------------------------------------------------------
 
 
+HALF = {"dtype": jnp.float16, "param_dtype": jnp.float16}
+
+
 class Embedding(nn.Module):
     """Symbols and positions to vectors."""
 
@@ -169,9 +172,8 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, symbols: jax.Array) -> jax.Array:
-        half = dict(dtype=jnp.float16, param_dtype=jnp.float16)
-        positions = nn.Embed(symbols.shape[1], self.width, **half)(jnp.arange(symbols.shape[1])[None])
-        return nn.Embed(self.vocabulary, self.width, **half)(symbols) + positions
+        positions = nn.Embed(symbols.shape[1], self.width, **HALF)(jnp.arange(symbols.shape[1])[None])
+        return nn.Embed(self.vocabulary, self.width, **HALF)(symbols) + positions
 
 
 class Block(nn.Module):
@@ -182,12 +184,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        half = dict(dtype=jnp.float16, param_dtype=jnp.float16)
         b, s, d = x.shape
-        y = nn.Dense(3 * d, **half)(nn.LayerNorm(**half)(x)).reshape(b, s, 3, self.heads, d // self.heads)
+        y = nn.Dense(3 * d, **HALF)(nn.LayerNorm(**HALF)(x)).reshape(b, s, 3, self.heads, d // self.heads)
         y = jax.nn.dot_product_attention(y[:, :, 0], y[:, :, 1], y[:, :, 2], is_causal=True).reshape(b, s, d)
-        x = x + nn.Dense(d, **half)(y)
-        return x + nn.Dense(d, **half)(nn.gelu(nn.Dense(4 * d, **half)(nn.LayerNorm(**half)(x))))
+        x = x + nn.Dense(d, **HALF)(y)
+        return x + nn.Dense(d, **HALF)(nn.gelu(nn.Dense(4 * d, **HALF)(nn.LayerNorm(**HALF)(x))))
 
 
 class Logits(nn.Module):
@@ -197,8 +198,7 @@ class Logits(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        half = dict(dtype=jnp.float16, param_dtype=jnp.float16)
-        return nn.Dense(self.vocabulary, use_bias=False, **half)(nn.LayerNorm(**half)(x))
+        return nn.Dense(self.vocabulary, use_bias=False, **HALF)(nn.LayerNorm(**HALF)(x))
 
 
 def gpt(blocks: int, width: int, heads: int, sequence: int = 512, vocabulary: int = 51200) -> Model:
