@@ -8,9 +8,11 @@ from jpipe._draw import draw_memory, draw_timeline
 from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._host_memory import keep_freed_memory
-from jpipe._layers import Layer, LayerStack
+from jpipe._layers import Layer, LayerSpec, LayerStack
+from jpipe._lone import LoneStage
 from jpipe._lower import batches_until_full, lower
 from jpipe._metrics import Evaluation, Metrics, Told
+from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Pipeline, join_processes
 from jpipe._placement import placement_grid
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Layer",
     "LayerStack",
+    "LayerSpec",
     "Plan",
     "Stage",
     "RECOMPUTE",
@@ -43,6 +46,9 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Network",
     "sum_layer_costs",
     "unit_costs",
+    "find_layerwise",
+    "LayerwiseOptimizer",
+    "LoneStage",
     "Prediction",
     "ProgramError",
     "simulate",

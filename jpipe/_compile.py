@@ -132,6 +132,11 @@ def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tre
 
 
 def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Lowered:
+    return trace_call(functions, device, name, layers).lower()
+
+
+def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
+    """One of the calls of a `CompiledStage`, by name, traced for a device; `layers`: how many each stage of the plan has."""
     f, specs = functions, functions.specs
     sums = jax.eval_shape(f.zero_sums, specs.params)
     optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
@@ -156,7 +161,7 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
     if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
         function = _with_done(function)
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
-    return jitted.lower(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+    return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
 
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:

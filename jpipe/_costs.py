@@ -1,6 +1,6 @@
 """What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or read off a pipeline."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,10 @@ class LayerCost:
         weights: the parameters.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        residuals: what stays from forward to backward, by recomputation policy (`full` needs no entry).
+        residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (`full` needs no
+            entry).
+        shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage, by
+            policy (nothing where there is no entry).
         update: time of one update.
         temporary: the largest scratch memory of its programs, without recomputation.
     """
@@ -73,6 +76,7 @@ class LayerCost:
     optimizer: int = 0
     state: int = 0
     residuals: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
     update: float = 0.0
     temporary: int = 0
 
@@ -131,8 +135,12 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
         before = costs[-1].outputs if costs else inputs
         forward = sum(layer.forward for layer in own)
         again = 0.0 if stage.recompute == "none" else forward
-        residuals = before if stage.recompute == "full" else sum(_residuals(i, layers[i], stage.recompute) for i in stage.layers)
-        made_again = 0 if stage.recompute == "none" else sum(layer.residuals.get("none", 0) for layer in own)
+        for layer_id, layer in zip(stage.layers, own, strict=True):
+            if stage.recompute not in {"full", *layer.residuals}:
+                found = sorted(layer.residuals)
+                raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
+        residuals = before if stage.recompute == "full" else _residuals(own, stage.recompute)
+        made_again = 0 if stage.recompute == "none" else _residuals(own, "none")
         costs.append(
             StageCost(
                 forward=forward,
@@ -154,10 +162,8 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
     return tuple(costs)
 
 
-def _residuals(layer_id: str, layer: LayerCost, policy: str) -> int:
-    if policy not in layer.residuals:
-        raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{policy}', found {sorted(layer.residuals)}")
-    return layer.residuals[policy]
+def _residuals(layers: Sequence[LayerCost], policy: str) -> int:
+    return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])
 
 
 def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:

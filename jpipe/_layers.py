@@ -37,7 +37,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shapes and dtypes around one layer, found without allocating anything: its input, parameters, state and output."""
+    """Shapes and dtypes around one layer, found without allocating anything.
+
+    Attributes:
+        x: its input.
+        params: its parameters.
+        state: its state.
+        output: its output.
+    """
 
     x: Tree
     params: Tree
@@ -133,11 +140,12 @@ class LayerStack:
         """Whether any of the layers `ids` draws random numbers in training."""
         return any(self.layers[layer_id].stochastic for layer_id in ids)
 
-    def specs(self, inputs: Tree) -> dict[str, LayerSpec]:
+    def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
         """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
 
         Args:
             inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
+            ids: only these consecutive layers; `inputs` are those of the first of them. All by default.
 
         Raises:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
@@ -146,7 +154,8 @@ class LayerStack:
         found: dict[str, LayerSpec] = {}
         key = key_spec()
         before, x = "the batch", jax.tree.map(spec_of, inputs)
-        for layer_id, layer in self.layers.items():
+        for layer_id in self.layers if ids is None else ids:
+            layer = self.layers[layer_id]
             try:
                 params, state = jax.eval_shape(layer.init, key, x)
                 y, new_state = jax.eval_shape(lambda p, s, v, k, layer=layer: layer.apply(p, s, v, k, True), params, state, x, key)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
@@ -26,7 +25,7 @@ from jpipe._plan import Plan
 from jpipe._processes import Processes
 from jpipe._program import Program, Send
 from jpipe._runtime import Found, Observer, run
-from jpipe._stage import Loss, Specs, StageFunctions, floats_of
+from jpipe._stage import Loss, StageFunctions, floats_of, stage_functions
 from jpipe._state import State, WorkerState
 from jpipe._steps import Steps
 from jpipe._transport import Transport, arrived, progress, to_host
@@ -86,7 +85,7 @@ class Pipeline:
         >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
         >>> plan = Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
         >>> pipe = Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(0.1))
-        >>> batch = np.ones((4, 1), np.float32), np.zeros((4, 1), np.float32)
+        >>> batch = jnp.ones((4, 1)), jnp.zeros((4, 1))
         >>> state = pipe.init(jax.random.key(0), batch)
         >>> state, metrics = pipe.step(state, batch)
         >>> {t: float(loss) for t, loss in metrics.losses.items()}
@@ -310,18 +309,11 @@ class Pipeline:
         layers = self.stack.specs(inputs)
         unprobed = LayerwiseOptimizer(self.optimizer, {})
         functions = []
-        x = inputs
-        for s, stage in enumerate(self.plan.stages):
-            first, last = s == 0, s == self.plan.depth - 1
-            draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if self.stack.is_stochastic(stage.layers) else (None, None)
-            params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
-            state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
-            specs = Specs(params, state, x, labels if last else None, draw)
+        for stage in self.plan.stages:
             scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
-            options = self.clip_global_norm, scale, self.plan.sync_state
-            functions.append(StageFunctions(self.stack, stage, first, last, self.loss, unprobed, specs, *options))
-            x = layers[stage.layers[-1]].output
-        _check_loss(functions[-1], x, labels)
+            options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "sync_state": self.plan.sync_state}
+            functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, **options))
+        _check_loss(functions[-1], layers[self.stack.ids[-1]].output, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         return [dataclasses.replace(f, optimizer=layerwise) for f in functions]
 

@@ -1,15 +1,16 @@
 """One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe._errors import InputError
-from jpipe._layers import LayerStack, describe
+from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
 from jpipe._optimizer import LayerwiseOptimizer
 from jpipe._plan import Stage
 from jpipe._residuals import Residuals, find_residuals, restore_leaves
@@ -209,6 +210,24 @@ class StageFunctions:
             raise InputError(f"loss: expected (sum of the losses, weight), two scalars, found {found}; return losses.sum(), count")
         total, weight = result
         return jnp.asarray(total, self.loss_dtype), jax.lax.stop_gradient(jnp.asarray(weight, self.loss_dtype))
+
+
+def stage_functions(
+    stack: LayerStack,
+    stage: Stage,
+    layers: Mapping[str, LayerSpec],
+    labels: Tree,
+    loss: Loss,
+    optimizer: LayerwiseOptimizer,
+    **options: Any,
+) -> StageFunctions:
+    """The functions of one stage of a model; `options` are the other fields of `StageFunctions`."""
+    first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
+    draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
+    params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+    state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
+    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, draw)
+    return StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
 
 
 def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
