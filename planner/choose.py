@@ -1,0 +1,144 @@
+"""From many candidates to a ranking: the best of each kind are simulated, and where closed form and simulation differ it is told why."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jpipe
+from planner.candidate import Candidate
+from planner.profile import Profile
+from planner.simulated import Simulated, simulated
+from planner.topology import Topology
+
+SIMULATED = 10  # of the best
+_DIFFERENT = 0.1  # between closed form and simulation
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with its simulation.
+
+    Attributes:
+        candidate: with the closed form.
+        simulated: None where that would take long.
+        why: what makes the simulation differ from the closed form by more than a tenth, in a word; "" where it does not.
+    """
+
+    candidate: Candidate
+    simulated: Simulated | None = None
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch, as simulated if it was."""
+        return self.candidate.seconds if self.simulated is None else self.simulated.batch_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows a second."""
+        return self.candidate.batch / self.seconds
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes that a worker of each stage holds at most."""
+        if self.simulated is None:
+            return self.candidate.memory
+        peaks, first = self.simulated.peak_bytes, 0
+        found = []
+        for count in self.candidate.replicas:
+            found.append(max(peaks[first : first + count]))
+            first += count
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What there is to choose from.
+
+    Attributes:
+        profile: of the model.
+        topology: of the machines.
+        ranked: the best of each kind that fit, the fastest first; one kind is a schedule with a number of replicas for each stage.
+        rejected: the best of each kind that does not fit, the one that lacks least first.
+        considered: how many candidates there were.
+        notes: what is to be known besides, a line each.
+    """
+
+    profile: Profile
+    topology: Topology
+    ranked: tuple[Ranked, ...]
+    rejected: tuple[Candidate, ...]
+    considered: int
+    notes: tuple[str, ...] = ()
+
+    def plan(self, ranked: Ranked) -> jpipe.Plan:
+        """The plan of one of them."""
+        return ranked.candidate.plan(self.profile.ids)
+
+
+def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate], *, most: int = SIMULATED) -> Choice:
+    """Rank candidates: those that fit by their closed form, the best of them by simulation.
+
+    Args:
+        profile: of the model.
+        topology: what they run on.
+        candidates: of any schedules, priced alike.
+        most: how many to simulate.
+    """
+    everything = sorted(candidates, key=lambda candidate: candidate.rank)
+    fitting = _best_of_each_kind(candidate for candidate in everything if candidate.over is None)
+    lacking = _best_of_each_kind(candidate for candidate in everything if candidate.over is not None)
+    ranked = [_simulate(profile, topology, candidate) for candidate in fitting[:most]]
+    limit = topology.device.memory
+    too_large = [one for one in ranked if limit is not None and max(one.memory) > limit]
+    ranked = sorted((one for one in ranked if one not in too_large), key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    kinds = {_kind(candidate) for candidate in fitting}
+    rejected = [
+        *(_over(one.candidate, one.memory, limit) for one in too_large if limit is not None),
+        *(candidate for candidate in lacking if _kind(candidate) not in kinds),
+    ]
+    rest = [Ranked(candidate) for candidate in fitting[most:]]
+    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything))
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.schedule, candidate.update_every, candidate.replicas
+
+
+def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    best: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(_kind(candidate), candidate)
+    return list(best.values())
+
+
+def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
+    """The candidate as one that does not fit, by what the simulation says."""
+    worst = max(range(len(memory)), key=lambda s: memory[s])
+    return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
+
+
+def _simulate(profile: Profile, topology: Topology, candidate: Candidate) -> Ranked:
+    plan = candidate.plan(profile.ids)
+    costs = profile.stage_costs(plan, candidate.rows)
+    found = simulated(plan, costs, topology)
+    if found is None or abs(found.batch_seconds / candidate.seconds - 1) <= _DIFFERENT:
+        return Ranked(candidate, found)
+    return Ranked(candidate, found, _why(plan, costs, topology, found.batch_seconds, candidate.seconds))
+
+
+def _why(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology, seconds: float, expected: float) -> str:
+    """Which of links, imbalance and bubble brings the simulation nearer to the closed form when it is taken out, one after the other."""
+    free = simulated(plan, costs, _without_links(topology))
+    if free is not None and abs(free.batch_seconds - expected) < abs(seconds - expected) / 2:
+        return "link"
+    forward, backward = (sum(getattr(cost, name) for cost in costs) / len(costs) for name in ("forward", "backward"))
+    even = simulated(plan, [dataclasses.replace(cost, forward=forward, backward=backward) for cost in costs], _without_links(topology))
+    if even is not None and abs(even.batch_seconds - expected) < abs(seconds - expected) / 2:
+        return "imbalance"
+    return "bubble"
+
+
+def _without_links(topology: Topology) -> Topology:
+    levels = [level.model_copy(update={"bandwidth": 1e30, "latency": 0.0}) for level in topology.levels]
+    return topology.model_copy(update={"levels": tuple(levels)})

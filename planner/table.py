@@ -1,0 +1,99 @@
+"""The ranking in words: a row a candidate, and why others were rejected."""
+
+from collections.abc import Sequence
+
+from planner.candidate import Candidate
+from planner.choose import Choice, Ranked
+
+HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
+
+
+def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
+    """The first `most` that fit, one below the other; see `HEAD` for the columns."""
+    return [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+
+
+def shape(candidate: Candidate) -> str:
+    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with replicas of their own."""
+    if len(set(candidate.replicas)) > 1:
+        return "·".join(map(str, candidate.replicas))
+    return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
+
+
+def recomputation(policies: Sequence[str]) -> str:
+    """`none`, or `none, full` where the stages differ."""
+    return ", ".join(dict.fromkeys(policies))
+
+
+def schedule(candidate: Candidate) -> str:
+    """The schedule with what else the plan says of it."""
+    if candidate.depth == 1 and candidate.workers > 1:
+        return f"data parallel ({candidate.schedule})"
+    options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
+    options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
+    return " ".join([candidate.schedule, *options])
+
+
+def size(count: float) -> str:
+    """`1.2 GB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def why_rejected(choice: Choice, most: int) -> list[str]:
+    """A line for each kind of plan that does not fit, the one that lacks least first."""
+    limit = choice.topology.device.memory or 0.0
+    lines = []
+    for candidate in choice.rejected[:most]:
+        stage, lacking = candidate.over or (0, 0)
+        lines.append(
+            f"{schedule(candidate)}, {shape(candidate)}, {candidate.rows} rows: stage {stage} needs {size(limit + lacking)}, "
+            f"{size(lacking)} more than there are"
+        )
+    return lines
+
+
+def what_would_fit(choice: Choice) -> list[str]:
+    """Of a model that fits nowhere: by how much, at which stage, and what to change."""
+    limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
+    stage, lacking = best.over or (0, 0)
+    layers, workers = len(choice.profile.layers), choice.topology.num_workers
+    advice = []
+    if best.depth < min(layers, workers):
+        advice.append(f"more stages than {best.depth}")
+    elif layers > workers:
+        advice.append(f"more than {workers} workers")
+    if "full" not in best.policies:
+        advice.append("recomputation")
+    if best.rows > 1:
+        advice.append(f"smaller microbatches than {best.rows} rows")
+    if best.schedule in ("pipedream", "pipedream_2bw"):
+        advice.append("a schedule with one weight version")
+    change = ", ".join(advice) or "a smaller model, smaller layers or devices with more memory"
+    return [
+        f"no plan fits: nearest is {schedule(best)} with {shape(best)} stages and {best.rows} rows a microbatch, where stage {stage} "
+        f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
+        f"what would make it fit: {change}",
+    ]
+
+
+def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
+    candidate, found = ranked.candidate, ranked.simulated
+    memory = max(ranked.memory)
+    difference = f" ({ranked.why})" if ranked.why else ""
+    return (
+        str(rank),
+        schedule(candidate),
+        shape(candidate),
+        str(candidate.rows),
+        str(candidate.microbatches),
+        recomputation(candidate.policies),
+        f"{candidate.samples_per_second:,.4g}",
+        "–" if found is None else f"{ranked.samples_per_second:,.4g}{difference}",
+        f"{candidate.bubble if found is None else found.bubble:.0%}",
+        size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
+        size(candidate.sent),
+        candidate.bound,
+    )
