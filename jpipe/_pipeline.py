@@ -15,7 +15,7 @@ from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
 from jpipe._costs import StageCost, measure_bytes
-from jpipe._errors import InputError, cause
+from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, key_spec
 from jpipe._lower import lower_evaluation
 from jpipe._metrics import Board, Evaluation, Metrics
@@ -307,13 +307,12 @@ class Pipeline:
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         inputs, labels = microbatch_spec(batch, self.plan.microbatches)
         layers = self.stack.specs(inputs)
-        unprobed = LayerwiseOptimizer(self.optimizer, {})
+        unprobed = LayerwiseOptimizer(self.optimizer, {})  # mistakes in the loss are told first
         functions = []
         for stage in self.plan.stages:
             scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
             options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "sync_state": self.plan.sync_state}
             functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, **options))
-        _check_loss(functions[-1], layers[self.stack.ids[-1]].output, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         return [dataclasses.replace(f, optimizer=layerwise) for f in functions]
 
@@ -372,18 +371,6 @@ def _is_used_up(worker: WorkerState) -> bool:
     """Whether a run took what it held, or donated the arrays that a copy of it shares."""
     donated = jax.tree.leaves(worker.sums)[:1] + jax.tree.leaves(worker.optimizer)[:1]
     return not worker.versions or any(leaf.is_deleted() for leaf in donated)
-
-
-def _check_loss(last: StageFunctions, outputs: Tree, labels: Tree) -> None:
-    try:
-        jax.eval_shape(last._loss_of, outputs, labels)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
-            f"it says: {cause(error)}; mend the loss"
-        ) from error
 
 
 def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError
+from jpipe._errors import InputError, cause
 from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
 from jpipe._optimizer import LayerwiseOptimizer
 from jpipe._plan import Stage
@@ -221,13 +221,33 @@ def stage_functions(
     optimizer: LayerwiseOptimizer,
     **options: Any,
 ) -> StageFunctions:
-    """The functions of one stage of a model; `options` are the other fields of `StageFunctions`."""
+    """The functions of one stage of a model; `options` are the other fields of `StageFunctions`.
+
+    Raises:
+        InputError: a loss that does not fit.
+    """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
     draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
     params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, draw)
-    return StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
+    functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
+    if last:
+        _check_loss(functions, layers[stage.layers[-1]].output)
+    return functions
+
+
+def _check_loss(last: StageFunctions, outputs: Tree) -> None:
+    labels = last.specs.labels
+    try:
+        jax.eval_shape(last._loss_of, outputs, labels)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
+            f"it says: {cause(error)}; mend the loss"
+        ) from error
 
 
 def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
