@@ -3,7 +3,8 @@
 All of them take NumPy arrays as well as numbers.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,3 +43,176 @@ def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas:
     """
     own = microbatches / replicas
     return (own * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
+
+
+class Times(NamedTuple):
+    """Seconds of w equal pipelines side by side; the last axis counts stages, or the cuts between them.
+
+    Attributes:
+        forward: of one microbatch.
+        backward: of one microbatch, recomputation included.
+        update: of one update.
+        sums: to sum the gradients over the w replicas.
+        messages: until the outputs of a microbatch are sent, over the slowest of the w links; the gradients take as long.
+        latencies: from then on until they are on the other side.
+        one_way: what goes through the busiest port of a cut in one direction, for one microbatch of each pipeline.
+        both_ways: the same with the gradients that go through this port.
+    """
+
+    forward: Any
+    backward: Any
+    update: Any
+    sums: Any
+    messages: Any
+    latencies: Any
+    one_way: Any
+    both_ways: Any
+
+    @property
+    def own(self) -> Any:
+        """Forward and backward of each stage."""
+        return self.forward + self.backward
+
+    @property
+    def cuts(self) -> Any:
+        """From one side of each cut to the other."""
+        return self.messages + self.latencies
+
+    @property
+    def through(self) -> Any:
+        """A microbatch through all stages and back."""
+        return self.own.sum(-1) + 2 * self.cuts.sum(-1)
+
+
+class Price(NamedTuple):
+    """Seconds of a batch in steady state; what bounds it, by its place in `BOUNDS`, and at which stage or cut."""
+
+    seconds: Any
+    bound: Any
+    where: Any
+
+
+BOUNDS = ("stage {} computes", "cut {}", "sum of stage {}", "bubble")
+
+
+def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int) -> Price:
+    """1F1B without a flush: the slowest cycle of waits sets the pace.
+
+    A microbatch goes from stage s to stage s' and back and then leaves its place at s to another one; n_s - n_s' + 1 of them are on
+    their way round at a time. So a stage that is slow counts in full, and a slow link as well unless more are in flight. Besides, a
+    stage waits for the sum of its gradients as far as it is not hidden.
+
+    Args:
+        times: of the stages and cuts.
+        microbatches: m of each pipeline between two updates; its last axis has length 1.
+        hidden: how many forward-backward pairs hide a sum, by stage.
+        extra: extra_in_flight.
+    """
+    m = microbatches[..., 0]
+    slots = times.own + times.update / microbatches
+    round_trips, under_way = _cycles(slots, times.cuts, extra)
+    period = (round_trips / under_way).max(-1)
+    summed = times.sums + times.update + (microbatches - hidden) * period[..., None]
+    summed = np.where(times.sums > 0, summed, 0.0)
+    terms = (m * slots.max(-1), m * np.maximum(period, _most(times.both_ways)), summed.max(-1))
+    return _price(np.maximum.reduce(terms), terms, slots, _slowest_cut(times), summed)
+
+
+def flush_price(times: Times, microbatches: Number) -> Price:
+    """1F1B with a flush, then the sums. See `steady_price`.
+
+    A stage computes m microbatches, after the first one has come to it and before the last one has gone back. In between it waits
+    for what is behind it twice: for the first gradient, as far as the forwards that it does meanwhile do not cover that, and for the
+    last one, as far as the backwards that it still has do not. With slow links it is a cycle of waits that repeats.
+    """
+    m, own = microbatches[..., 0], times.own
+    depth = own.shape[-1]
+    before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
+    behind = times.through[..., None] - before - own
+    others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # in flight besides
+    first = np.maximum(behind - others * times.forward, 0.0)
+    last = np.maximum(behind - others * times.backward, 0.0)
+    waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
+    seconds = (before + microbatches * own + waits).max(-1)
+    round_trips, under_way = _cycles(own, times.cuts, 0)
+    rounds = (microbatches - 1) // under_way
+    left = microbatches - 1 - rounds * under_way
+    repeated = rounds * round_trips + left * np.minimum(own.max(-1, keepdims=True), round_trips / under_way)
+    repeated = np.where(round_trips > under_way * own.max(-1, keepdims=True), repeated, 0.0).max(-1)
+    repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
+    return _flushed(times, m, np.maximum(repeated, seconds - times.through))
+
+
+def gpipe_price(times: Times, microbatches: Number) -> Price:
+    """All forwards at the pace of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
+    m, port = microbatches[..., 0], _most(times.one_way)
+    return _flushed(times, m, (m - 1) * (np.maximum(times.forward.max(-1), port) + np.maximum(times.backward.max(-1), port)))
+
+
+def naive_price(times: Times, microbatches: Number) -> Price:
+    """One microbatch after the other through all stages and back, then the sums. See `steady_price`."""
+    m = microbatches[..., 0]
+    return _flushed(times, m, (m - 1) * times.through)
+
+
+def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
+    """The price in the appendix of PipeDream-2BW (ICML 2021): in each stage the larger of compute with transfers, and the all-reduce.
+
+    Updates cost nothing.
+
+    Args:
+        times: of the stages and cuts.
+        microbatches: m of each pipeline between two updates; its last axis has length 1.
+        rounds: how many times as long as one microbatch a batch takes: m without a flush, m + d - 1 with, m d one after the other.
+    """
+    moved = np.zeros(times.own.shape[-1])
+    moved[1:] += times.cuts
+    moved[:-1] += times.cuts
+    slots = times.own + moved
+    terms = (rounds * slots.max(-1), (rounds / microbatches[..., 0]) * times.sums.max(-1))
+    return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.sums)
+
+
+def _flushed(times: Times, m: Number, repeated: Number) -> Price:
+    """A batch with a flush: a sum hides behind the drain of the stages before it and the next fill.
+
+    Pipelines that start together and share ports come out of it one message apart from each other.
+    """
+    hidden = np.zeros_like(times.own)
+    hidden[..., 1:] = np.cumsum(times.own[..., :-1] + 2 * times.cuts, -1)
+    summed = times.sums + times.update - hidden
+    late = _most(times.one_way - times.messages)
+    seconds = times.through + late + repeated + summed.max(-1)
+    slowest = times.own.max(-1)
+    waited = repeated - (m - 1) * slowest
+    terms = (m * slowest, waited, summed.max(-1), seconds - m * slowest - waited - summed.max(-1))
+    return _price(seconds, terms, times.own, _slowest_cut(times), summed)
+
+
+def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, summed: Number) -> Price:
+    """Name the slowest stage where its work is all but a tenth of the time, else the largest of the other terms."""
+    computes = np.where(terms[0] >= 0.9 * seconds, np.inf, 0.0)
+    bound = np.argmax(np.stack(np.broadcast_arrays(computes, *terms[1:])), 0)
+    where = np.choose(bound, (slots.argmax(-1), cut, summed.argmax(-1), 0))
+    return Price(seconds, bound, where)
+
+
+def _cycles(slots: Number, cuts: Number, extra: int) -> tuple[Number, Number]:
+    """For all s <= s': seconds from stage s to s' and back to the next forward at s, and how many microbatches do so at a time."""
+    first, last = _pairs(slots.shape[-1])
+    ends = np.cumsum(slots, -1)
+    links = np.concatenate([[0.0], np.cumsum(cuts)])
+    return ends[..., last] - (ends - slots)[..., first] + 2 * (links[last] - links[first]), 1 + (last - first) * (1 + extra)
+
+
+@cache
+def _pairs(depth: int) -> Any:
+    return np.triu_indices(depth)
+
+
+def _most(values: Number) -> Number:
+    return values.max(initial=0.0)
+
+
+def _slowest_cut(times: Times) -> int:
+    return int(np.argmax(np.maximum(times.cuts, times.both_ways))) if times.cuts.size else 0
