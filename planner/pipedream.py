@@ -1,0 +1,112 @@
+"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the price and the memory that `planner.partition` writes down.
+
+A bound on the seconds of a microbatch says which stages and cuts are fast enough; whether some of them make a pipeline is quickly found
+out (`planner.reach`, or `planner.fit` where memory is short). The least bound under which they do is found by bisection.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from planner.fit import Fit
+from planner.partition import Partition, Placed, Problem, evaluate, seconds_of
+from planner.reach import Reach, Reached
+from planner.runs import Runs
+
+TIE = 1e-9
+"""Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
+
+_ENOUGH = 1e-3  # how near to the least memory a plan comes that fits nowhere
+
+
+def search(problem: Problem) -> Partition:
+    """The stages and workers that train fastest and fit.
+
+    Of equally fast ones those with the fewest stages, then on the fewest workers, then, from the front, with the earliest cuts and the
+    fewest replicas.
+
+    Args:
+        problem: the costs, the workers and the limits.
+
+    Returns:
+        The best way, or, where none fits, one that needs about as little memory as can be; its `over` says how much is missing.
+    """
+    reach = Reach(problem, Runs(problem))
+    fastest = _fastest(problem, reach)
+    if fastest.over is None:
+        return fastest
+    assert problem.memory is not None
+    within = partial(_fitting, problem, reach, problem.memory)
+    fitting = within(fastest.seconds * (1 + TIE)) or within(math.inf)
+    if fitting is None:
+        return _smallest(problem, reach)
+    best = _squeeze(fastest.seconds, fitting, within, lambda partition: partition.seconds, TIE)
+    bound = best.seconds * (1 + TIE)
+    return _recompute(problem, Fit(problem, reach, bound, problem.memory).first(), bound)
+
+
+def _fastest(problem: Problem, reach: Reach) -> Partition:
+    """The answer without a limit of memory, with recomputation where that makes it fit without making it slower."""
+    again = "none" not in problem.policies
+
+    def within(bound: float) -> Partition | None:
+        reached = Reached(reach, bound, again)
+        return _recompute(problem, reached.some(), bound) if reached.feasible else None
+
+    alone = _recompute(problem, [reach.alone(again)], math.inf)
+    best = _squeeze(reach.at_least(again), alone, within, lambda partition: partition.seconds, TIE)
+    bound = best.seconds * (1 + TIE)
+    return _recompute(problem, Reached(reach, bound, again).first(), bound)
+
+
+def _smallest(problem: Problem, reach: Reach) -> Partition:
+    """About as little memory as can be, at any speed."""
+    assert problem.memory is not None
+
+    def within(memory: float) -> Partition | None:
+        return _fitting(replace(problem, memory=memory), reach, memory, math.inf)
+
+    anything = within(math.inf)
+    assert anything is not None
+    least = _squeeze(problem.memory, anything, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    return evaluate(problem, least.stages)
+
+
+def _fitting(problem: Problem, reach: Reach, memory: float, bound: float) -> Partition | None:
+    stages = Fit(problem, reach, bound, memory).some()
+    return _recompute(problem, stages, bound) if stages else None
+
+
+def _squeeze(
+    low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
+) -> Partition:
+    """The least size under which there is something, up to a share of it.
+
+    Args:
+        low: no size is smaller.
+        best: something to begin with.
+        within: finds something under a bound of its size, or nothing.
+        size: what is to become small.
+        share: a smaller difference is none.
+    """
+    while low < size(best) * (1 - share):
+        high = size(best)
+        bound = (low + high) / 2 if high - low > 0.01 * high else high * (1 - share)  # near the end often nothing is better
+        found = within(bound)
+        if found:
+            best = found
+        else:
+            low = bound
+    return best
+
+
+def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
+    """Give each stage the cheapest policy that fits, of those that are fast enough; the cheapest of all where none fits."""
+    policies = sorted(problem.policies, key=lambda policy: policy != "none")
+    options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
+    chosen = []
+    for s in range(len(stages)):
+        fitting = (option.stages[s] for option in options if problem.memory is None or option.memory[s] <= problem.memory)
+        chosen.append(next((stage for stage in fitting if seconds_of(problem, stage) <= bound), options[0].stages[s]))
+    return evaluate(problem, chosen)

@@ -1,0 +1,207 @@
+"""Which suffixes of the layers can be placed from which worker on, when no stage and no cut may take longer than a bound.
+
+From the last layer and the last worker to the first: the layers from i on can be placed from worker a on if some stage [i, j) on the
+workers a .. a + r - 1 is fast enough and the layers from j on can be placed from worker a + r on. A stage only gets slower when it gets
+longer, so for each i, r and level there is a farthest end, and of all ends j that can be continued the next one behind i decides.
+"""
+
+import math
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from planner.partition import Placed, Problem
+from planner.price import cut_seconds
+from planner.runs import Runs
+
+
+class Reach:
+    """The search under a bound, for all bounds.
+
+    Attributes:
+        levels: the levels whose ranges a stage can cross, -1 for one worker, each with the replicas that it can have there.
+    """
+
+    def __init__(self, problem: Problem, runs: Runs) -> None:
+        topology = problem.topology
+        self.runs, self.workers, self._problem = runs, topology.num_workers, problem
+        some = runs.replicas
+        self.levels = [(-1, some[:1])]
+        self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
+        self._sizes = (1, *topology.sizes)
+        self._small = np.int16 if runs.count < 2**15 - 2 else np.int32
+        nothing, everything = np.arange(runs.count + 1), np.full(runs.count + 1, runs.count)
+        ends = [(bound, [self._alike(row, some) for _, some in self.levels]) for bound, row in ((-1.0, nothing), (math.inf, everything))]
+        self._known = {again: list(ends) for again in (False, True)}
+
+    def here(self, a: int) -> list[tuple[int, slice]]:
+        """The levels that a range from worker a on can cross, by their place in `levels`, and the replicas that cross no higher one."""
+        found, inner = [(0, slice(0, 1))], a + 1
+        for place, (_, some) in enumerate(self.levels[1:], start=1):
+            end = (a // self._sizes[place] + 1) * self._sizes[place]
+            first, last = np.searchsorted(some, (inner - a + 1, end - a + 1))
+            if first < last:
+                found.append((place, slice(first, last)))
+            inner = end
+        return found
+
+    def farthest(self, bound: float, again: bool) -> list[Any]:
+        """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
+
+        Args:
+            bound: seconds a microbatch.
+            again: whether stages recompute.
+        """
+        known = self._known[again]
+        place = bisect_left(known, bound, key=lambda entry: entry[0])
+        if known[place][0] != bound:
+            ends = self._between(bound, again, known[place - 1][1], known[place][1])
+            known.insert(place, (bound, ends))
+        return known[place][1]
+
+    def _between(self, bound: float, again: bool, below: list[Any], above: list[Any]) -> list[Any]:
+        """By bisection between the farthest ends of a smaller and of a larger bound."""
+        ends, start = [], np.arange(self.runs.count + 1)
+        for (level, some), least, most in zip(self.levels, below, above, strict=True):
+            low, high = least.astype(np.int64), most.astype(np.int64)
+            while (unsure := low < high).any():
+                middle = (low + high + 1) // 2
+                fits = self.runs.seconds(start, middle, some[:, None], level, again) <= bound
+                low, high = np.where(unsure & fits, middle, low), np.where(unsure & ~fits, middle - 1, high)
+            ends.append(low.astype(self._small))
+        return ends
+
+    def at_least(self, again: bool) -> float:
+        """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
+        start = np.arange(self.runs.count)
+        each = [self.runs.seconds(start, start + 1, some[:, None], level, again) for level, some in self.levels]
+        return max(float(np.concatenate(each).min(0).max()), float(self.runs.compute(again)[-1] / self.workers))
+
+    def alone(self, again: bool) -> Placed:
+        """The fastest stage of all layers."""
+        options = []
+        for place, some in self.here(0):
+            level, replicas = self.levels[place]
+            options += [(float(self.runs.seconds(0, self.runs.count, r, level, again)), r) for r in replicas[some].tolist()]
+        return Placed(0, self.runs.count, 0, min(options)[1])
+
+    def cuts(self, bound: float) -> list[Any]:
+        """For each of `levels` which cuts are fast enough for it; the first and the last are none."""
+        sizes = self.runs.outputs
+        links = self._problem.links
+        return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
+
+    def between(self, a: int) -> int:
+        """The place in `levels` of the level between the workers a - 1 and a."""
+        return self._problem.topology.level(a - 1, a) + 1
+
+    def _alike(self, row: Any, some: Any) -> Any:
+        return np.broadcast_to(row, (len(some), len(row))).astype(self._small)
+
+
+class Reached:
+    """What can be placed under one bound.
+
+    Attributes:
+        feasible: whether all layers can be placed from worker 0 on.
+    """
+
+    def __init__(self, reach: Reach, bound: float, again: bool) -> None:
+        self._reach, self._bound, self._again = reach, bound, again
+        self._farthest = farthest = reach.farthest(bound, again)
+        self._cuts = cuts = reach.cuts(bound)
+        count, workers = reach.runs.count, reach.workers
+        self._placed = np.zeros((workers + 1, count + 1), bool)
+        self._placed[1:, count] = True  # nothing is left: the other workers are idle
+        never = count + 1
+        self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in reach.levels]
+        order = np.arange(count + 1, dtype=farthest[0].dtype)
+        for a in range(workers, -1, -1):
+            window = self._window(a)
+            for place, some in reach.here(a) if a < workers else ():
+                ends = self._next[place][a + reach.levels[place][1][some], window]
+                self._placed[a, window] |= (ends <= farthest[place][some, window]).any(0) & cuts[place][window]
+            for place in range(len(reach.levels)):
+                ends = np.where(self._continued(a, place), order, never)
+                self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
+        self.feasible = bool(self._placed[0, 0])
+
+    def _window(self, a: int) -> slice:
+        """The layers from which on worker a can be the first one: all workers before it, and from it on, have enough to do."""
+        compute = self._reach.runs.compute(self._again)
+        each = self._bound * (1 + 1e-9)
+        first = np.searchsorted(compute, compute[-1] - (self._reach.workers - a) * each)
+        return slice(int(first), int(np.searchsorted(compute[:-1], a * each, side="right")))
+
+    def _continued(self, a: int, place: int) -> Any:
+        """Where a stage whose range crosses a level can end so that what is behind it goes on from worker a."""
+        if a == 0:
+            return np.zeros_like(self._placed[a])
+        allowed = self._placed[a] & self._cuts[place]
+        return allowed & self._cuts[self._reach.between(a)] if a < self._reach.workers else allowed
+
+    def some(self) -> tuple[Placed, ...]:
+        """Any stages that are fast enough: each time the fastest one that goes on."""
+        runs, stages, i, a = self._reach.runs, list[Placed](), 0, 0
+        while i < runs.count:
+            options = []
+            for place, some in self._reach.here(a):
+                level, all_replicas = self._reach.levels[place]
+                replicas = all_replicas[some]
+                ends = self._next[place][a + replicas, i]
+                good = (ends <= self._farthest[place][some, i]) & self._cuts[place][i]
+                for r, j in zip(replicas[good].tolist(), ends[good].tolist(), strict=True):
+                    options.append((float(runs.seconds(i, j, r, level, self._again)) * r, r, j))
+            _, r, j = min(options)
+            stages.append(Placed(i, j, a, r))
+            i, a = j, a + r
+        return tuple(stages)
+
+    def first(self) -> tuple[Placed, ...]:
+        """Of all that are fast enough the fewest stages on the fewest workers, then, from the front, the earliest cuts and fewest replicas."""
+        reach, runs = self._reach, self._reach.runs
+        base = reach.workers + 1
+        least, tables = self._least(base)
+        stages, i, a = list[Placed](), 0, 0
+        while i < runs.count:
+            options = []
+            for place, some in reach.here(a):
+                replicas = reach.levels[place][1][some]
+                if self._cuts[place][i]:
+                    behind = tables[place][a + replicas, 0, i + 1 :] == least[a, i] - base
+                    near = np.arange(i + 1, runs.count + 1) <= self._farthest[place][some, i][:, None]
+                    found = np.argwhere((behind & near).T)
+                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in found[:1]]
+            j, r = min(options)
+            stages.append(Placed(i, j, a, r))
+            i, a = j, a + r
+        return tuple(stages)
+
+    def _least(self, base: int) -> tuple[Any, list[Any]]:
+        """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over runs of 2^k ends."""
+        reach, count = self._reach, self._reach.runs.count
+        power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
+        never = np.iinfo(np.int32).max - base
+        least = np.full((reach.workers + 1, count + 1), never, np.int32)
+        least[1:, count] = np.arange(1, reach.workers + 1)
+        tables = [np.full((reach.workers + 1, power[-1] + 1, count + 1), never, np.int32) for _ in reach.levels]
+        for a in range(reach.workers, -1, -1):
+            for place, some in reach.here(a) if a < reach.workers else ():
+                starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
+                if not len(starts):
+                    continue
+                ends = self._farthest[place][some][:, starts].astype(np.int64)
+                k = power[ends - starts]
+                rows = (a + reach.levels[place][1][some])[:, None]
+                found = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
+                found = np.where(ends > starts, found, never).min(0) + base
+                least[a, starts] = np.minimum(least[a, starts], found)
+            for place, table in enumerate(tables):
+                row = table[a]
+                row[0] = np.where(self._continued(a, place), least[a], never)
+                for k in range(1, len(row)):
+                    half = 2 ** (k - 1)
+                    row[k] = row[k - 1]
+                    row[k, :-half] = np.minimum(row[k - 1, :-half], row[k - 1, half:])
+        return least, tables
