@@ -33,7 +33,7 @@ def draw_choice(choice: Choice, candidates: Sequence[Candidate], chosen: Ranked)
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_candidates(scatter, choice, candidates, chosen)
     _draw_stages(bars, choice, chosen)
@@ -55,18 +55,21 @@ def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: S
                     marker=mark,
                     alpha=0.8 if fits else 0.2,
                     linewidths=0,
-                    label=name if fits else f"{name}, does not fit",
+                    label=name if fits else None,
                 )
     memory, speed = max(chosen.candidate.memory) / scale, chosen.candidate.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
     if choice.topology.device.memory is not None:
         axes.axvline(choice.topology.device.memory / scale, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
     axes.set_xscale("log")
+    for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:.3g}")
+    axes.tick_params(axis="x", which="both", labelsize=7)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"most memory of a worker ({'GB' if scale == 1e9 else 'MB'})", fontsize=9)
     axes.set_ylabel("samples a second, closed form", fontsize=9)
-    axes.set_title(f"{len(candidates):,} candidates", loc="left", fontsize=9)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)
+    axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)
     axes.grid(alpha=0.3)
 
 
@@ -92,7 +95,7 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} a microbatch of {chosen.candidate.rows} rows, shared by the replicas", fontsize=9)
     axes.set_title("balance of the stages", loc="left", fontsize=9)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
 
 
 def _stage_name(s: int, stage: jpipe.Stage) -> str:
