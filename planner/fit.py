@@ -17,7 +17,7 @@ from planner.reach import Reach
 _Labels = list[dict[int, Any]]
 """For each worker and number in flight: the most in flight before it that fit, by first layer; -1 where nothing does."""
 
-_NO_LIMIT = 2**40
+_NO_LIMIT = 2**40  # microbatches
 
 
 class Fit:
@@ -78,7 +78,7 @@ class Fit:
                 if good.any():
                     ends, rooms = self._room(place, r, ahead)
                     room = np.where(good[ends], rooms, -1).max(1, initial=-1)
-                    found = np.where((room >= 0) & self._cuts[place], (room + ahead) * r, -1)
+                    found = np.where((room >= 0) & self._cuts[place], np.minimum((room + ahead) * r, _NO_LIMIT), -1)
                     if found.max() >= 0:
                         before = labels[a - r]
                         before[ahead * r] = np.maximum(before[ahead * r], found) if ahead * r in before else found

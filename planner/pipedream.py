@@ -40,7 +40,7 @@ def search(problem: Problem) -> Partition:
     within = partial(_fitting, problem, reach, problem.memory)
     fitting = within(fastest.seconds * (1 + TIE)) or within(math.inf)
     if fitting is None:
-        return _smallest(problem, reach)
+        return _smallest(problem, reach, fastest)
     best = _squeeze(fastest.seconds, fitting, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
     return _recompute(problem, Fit(problem, reach, bound, problem.memory).first(), bound)
@@ -60,16 +60,14 @@ def _fastest(problem: Problem, reach: Reach) -> Partition:
     return _recompute(problem, Reached(reach, bound, again).first(), bound)
 
 
-def _smallest(problem: Problem, reach: Reach) -> Partition:
+def _smallest(problem: Problem, reach: Reach, fastest: Partition) -> Partition:
     """About as little memory as can be, at any speed."""
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
         return _fitting(replace(problem, memory=memory), reach, memory, math.inf)
 
-    anything = within(math.inf)
-    assert anything is not None
-    least = _squeeze(problem.memory, anything, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    least = _squeeze(problem.memory, fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
     return evaluate(problem, least.stages)
 
 

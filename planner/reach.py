@@ -159,7 +159,7 @@ class Reached:
         return tuple(stages)
 
     def first(self) -> tuple[Placed, ...]:
-        """Of all that are fast enough the fewest stages on the fewest workers, then, from the front, the earliest cuts and fewest replicas."""
+        """Of all that are fast enough the fewest stages on the fewest workers, then from the front the earliest cuts, fewest replicas."""
         reach, runs = self._reach, self._reach.runs
         base = reach.workers + 1
         least, tables = self._least(base)

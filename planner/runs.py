@@ -8,7 +8,7 @@ from planner.memory import stage_bytes
 from planner.partition import Problem
 from planner.price import Number, all_reduce_seconds, stage_seconds
 
-_ENOUGH = 2**40  # as good as no limit to what waits
+_ENOUGH = 2**50  # bytes or inputs that wait: as good as no limit
 
 
 class Runs:
@@ -74,8 +74,8 @@ class Runs:
             replicas=replicas,
             sync_state=problem.sync_state,
         )
-        left = np.floor(memory - held)
-        return np.where(left < 0, -1, np.minimum(left // np.maximum(inputs, 1), _ENOUGH)).astype(np.int64)
+        left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
+        return np.where(left < 0, -1, np.where(inputs > 0, left // np.maximum(inputs, 1), _ENOUGH))
 
     def _kept(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]
