@@ -23,7 +23,12 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of 
 
 
 def draw_timeline(
-    timelines: Mapping[str, Timeline], *, title: str = "", unit: str = "s", seconds: Mapping[str, float] | float | None = None
+    timelines: Mapping[str, Timeline],
+    *,
+    title: str = "",
+    unit: str = "s",
+    seconds: Mapping[str, float] | float | None = None,
+    workers: Sequence[tuple[int, int]] = (),
 ) -> "matplotlib.figure.Figure":
     """Draw timelines below each other on one time axis, a row a worker, idle time in grey.
 
@@ -35,37 +40,46 @@ def draw_timeline(
         title: of the whole picture.
         unit: of time: `"s"` (written as s, ms or µs), or any other word, such as `"forwards"`, written as it is.
         seconds: how long each of them is (all of them, if a number) where that is not the last end: windows that were cut out, say.
+        workers: stage and replica of each, as `Plan.workers` has them; told beside the rows where a stage has several.
 
     Returns:
         The figure; `figure.savefig(path)` needs no screen.
 
     Raises:
-        InputError: no timelines, or one without a length.
+        InputError: no timelines, one without a length, or workers that are not those of the rows.
     """
     last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
     lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
     counts = [len(timeline) for timeline in timelines.values()]
     row = min(max(8.0 / sum(counts), 0.17), 0.34)  # inches
-    figure, panels = _figure([row * count for count in counts], 1, title, gap=0.42, sharey=False)
+    names, note = _names("draw_timeline", max(counts), workers, ", ")
+    left = _LEFT + 0.4 * bool(note)
+    figure, panels = _figure([row * count for count in counts], 1, title, gap=0.42, sharey=False, left=left)
     scale, unit = _time_unit(max(lengths.values()), unit)
-    points = 72 * (_WIDTH - _LEFT - _RIGHT) / max(lengths.values())  # of one unit of time
+    points = 72 * (_WIDTH - left - _RIGHT) / max(lengths.values())  # of one unit of time
     spans = [span for timeline in timelines.values() for spans in timeline for span in spans]
     versions = all(_fits(f"{span.microbatch}.{span.version}", _room(span, points), points) for span in spans)
     numbers = versions or any(_fits(str(span.microbatch), _room(span, points), points) for span in spans)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions)
+        axes.set_yticks([w + 0.5 for w in range(len(timeline))], names[: len(timeline)])
         busy = sum(span.end - span.start + span.update_time for spans in timeline for span in spans)
         bubble = max(1 - busy / (lengths[name] * len(timeline)), 0.0)
         axes.set_title(f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {bubble:.1%}", loc="left", fontsize=9, pad=4)
         _time_axis(axes, lengths, scale)
     inside = ";  in a box: microbatch.version of its weights" if versions else ";  in a box: its microbatch" if numbers else ""
-    panels[-1][0].set_xlabel(f"time ({unit}){inside}", fontsize=8)
-    _legend(figure, {"forward": [_FORWARD], "backward": [_BACKWARD], "update": [_UPDATE], "idle": [_IDLE]})
+    panels[-1][0].set_xlabel(f"time ({unit}){inside}{note}", fontsize=8)
+    _legend(figure, left, {"forward": [_FORWARD], "backward": [_BACKWARD], "update": [_UPDATE], "idle": [_IDLE]})
     return figure
 
 
 def draw_memory(
-    memories: Mapping[str, MemoryTimeline], *, seconds: Mapping[str, float] | float, title: str = "", unit: str = "s"
+    memories: Mapping[str, MemoryTimeline],
+    *,
+    seconds: Mapping[str, float] | float,
+    title: str = "",
+    unit: str = "s",
+    workers: Sequence[tuple[int, int]] = (),
 ) -> "matplotlib.figure.Figure":
     """Draw what the workers hold over time, a row a worker, a column an entry, all on the same axes; each panel's peak is marked.
 
@@ -76,29 +90,31 @@ def draw_memory(
         seconds: how long each of them is (all of them, if a number).
         title: of the whole picture.
         unit: of time, as in `draw_timeline`.
+        workers: as in `draw_timeline`.
 
     Raises:
-        InputError: no memories, or one without a length.
+        InputError: as `draw_timeline`.
     """
     lengths = _lengths("draw_memory", memories, seconds)
-    workers = max(len(memory) for memory in memories.values())
-    figure, panels = _figure([min(max(8.0 / workers, 0.7), 1.6)] * workers, len(memories), title, gap=0.14, sharey=True)
+    rows = max(len(memory) for memory in memories.values())
+    names, note = _names("draw_memory", rows, workers, "\n")
+    figure, panels = _figure([min(max(8.0 / rows, 0.7), 1.6)] * rows, len(memories), title, gap=0.14, sharey=True)
     scale, unit = _time_unit(max(lengths.values()), unit)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
     for column, (name, memory) in enumerate(memories.items()):
         for w, samples in enumerate(memory):
             _draw_areas(panels[w][column], samples, lengths[name])
         panels[0][column].set_title(name, loc="left", fontsize=9, pad=4)
-        panels[-1][column].set_xlabel(f"time ({unit})", fontsize=8)
-    for w, row in enumerate(panels):
-        row[0].set_ylabel(f"worker {w}", fontsize=8)
+        panels[-1][column].set_xlabel(f"time ({unit}){note}", fontsize=8)
+    for name, row in zip(names, panels, strict=True):
+        row[0].set_ylabel(name, fontsize=8)
         for axes in row:
             _time_axis(axes, lengths, scale)
             axes.set_ylim(0, 1.35 * (highest or 1))  # room for the peak's number
             axes.locator_params(axis="y", nbins=3)
             axes.yaxis.set_major_formatter(lambda size, _: _bytes(size))
             axes.tick_params(labelsize=_INSIDE)
-    _legend(figure, {"weights (a shade a version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
+    _legend(figure, _LEFT, {"weights (a shade a version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
     return figure
 
 
@@ -126,7 +142,6 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         for colour, places in boxes.items():
             axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
     axes.set_ylim(len(timeline), 0)
-    axes.set_yticks([w + 0.5 for w in range(len(timeline))], [f"worker {w}" for w in range(len(timeline))])
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=_INSIDE)
     for side in ("left", "right", "top"):
@@ -222,22 +237,33 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
     axes.xaxis.set_major_formatter(lambda time, _: f"{time / scale:.4g}")
 
 
+def _names(where: str, count: int, workers: Sequence[tuple[int, int]], between: str) -> tuple[list[str], str]:
+    """The names of the rows, with stage and replica where a stage has several, and what then explains them."""
+    names = [f"worker {w}" for w in range(count)]
+    if workers and len(workers) != count:
+        raise InputError(f"{where}: workers: expected {count}, as many as there are rows, found {len(workers)}; give `plan.workers`")
+    if all(replica == 0 for _, replica in workers):
+        return names, ""
+    named = [f"{name}{between}{s}·{replica}" for name, (s, replica) in zip(names, workers, strict=True)]
+    return named, ";  beside a worker: stage·replica"
+
+
 def _figure(
-    heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool
+    heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
     """Panels below each other with these heights and gaps, in inches, under a title and room for a legend."""
     from matplotlib.figure import Figure
 
     height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), dpi=150)
-    margins = {"left": _LEFT / _WIDTH, "right": 1 - _RIGHT / _WIDTH, "top": 1 - _TOP / height, "bottom": _BOTTOM / height}
+    margins = {"left": left / _WIDTH, "right": 1 - _RIGHT / _WIDTH, "top": 1 - _TOP / height, "bottom": _BOTTOM / height}
     spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
     panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
-    figure.text(_LEFT / _WIDTH, 1 - 0.1 / height, title, fontsize=11, va="top")
+    figure.text(left / _WIDTH, 1 - 0.1 / height, title, fontsize=11, va="top")
     return figure, panels.tolist()
 
 
-def _legend(figure: "matplotlib.figure.Figure", entries: Mapping[str, list[str]]) -> None:
+def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
     """Names with their colours, one or several to a name."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -245,6 +271,6 @@ def _legend(figure: "matplotlib.figure.Figure", entries: Mapping[str, list[str]]
     patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
     figure.legend(
         handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.32 / figure.get_figheight()), borderpad=0, borderaxespad=0,
+        loc="upper left", bbox_to_anchor=(left / _WIDTH, 1 - 0.32 / figure.get_figheight()), borderpad=0, borderaxespad=0,
         ncols=len(entries), frameon=False, fontsize=8,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
     try:
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
-            of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes)
+            of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes, plan.workers)
             report.write_report(folder.path, of_run)
     except OSError as error:
         reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")

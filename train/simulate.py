@@ -154,11 +154,12 @@ def cut_grid(grid: str, width: int) -> str:
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.Prediction, *, sized: bool) -> list[str]:
     """Write the timeline and, where sizes are known, the memory; tells where."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches a batch (a unit is one forward)"
-    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units"), path)
+    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)
     if not sized:
         return [f"picture: {path}"]
     memory_path = path.with_stem(f"{path.stem}-memory")
-    save(jpipe.draw_memory({"predicted": prediction.memory}, seconds=prediction.seconds, title=title, unit="units"), memory_path)
+    memory = {"predicted": prediction.memory}
+    save(jpipe.draw_memory(memory, seconds=prediction.seconds, title=title, unit="units", workers=plan.workers), memory_path)
     return [f"pictures: {path} and {memory_path}"]
 
 

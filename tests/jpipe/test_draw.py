@@ -165,6 +165,23 @@ def test_memory_has_a_row_a_worker_a_column_an_entry_and_one_scale():
     assert all(axes.get_ylim()[1] > sample(0.0, {0: 3_000_000_000}).total for axes in figure.axes)
 
 
+def test_where_stages_have_replicas_each_row_tells_whose_it_is():
+    plan = jpipe.Plan.even("abc", 2, "pipedream", 2, replicas=(2, 1))
+    prediction = jpipe.simulate(jpipe.lower(plan, 3), [jpipe.StageCost()] * 2)
+    timeline = jpipe.draw_timeline({"a": prediction.timeline, "b": prediction.timeline}, workers=plan.workers)
+    memory = jpipe.draw_memory({"a": prediction.memory}, seconds=prediction.seconds, workers=plan.workers)
+    alone = jpipe.draw_timeline({"a": prediction.timeline[:2]}, workers=((0, 0), (1, 0)))
+    drawn(timeline), drawn(memory)
+    for axes in timeline.axes:
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0, 0·0", "worker 1, 0·1", "worker 2, 1·0"]
+    assert [axes.get_ylabel() for axes in memory.axes] == ["worker 0\n0·0", "worker 1\n0·1", "worker 2\n1·0"]
+    assert all(figure.axes[-1].get_xlabel().endswith(";  beside a worker: stage·replica") for figure in (timeline, memory))
+    assert [label.get_text() for label in alone.axes[0].get_yticklabels()] == ["worker 0", "worker 1"]
+    for figure in timeline, memory:
+        for axes in figure.axes:
+            assert axes.get_tightbbox().x0 >= 0  # nothing is cut off
+
+
 def test_the_same_data_gives_the_same_file():
     prediction = predict("pipedream")
 
@@ -184,6 +201,10 @@ def test_the_same_data_gives_the_same_file():
         (lambda: jpipe.draw_timeline({}), "draw_timeline: expected one entry or more, each of one worker or more, found none; give some"),
         (lambda: jpipe.draw_timeline({"measured": ()}), r"of one worker or more, found \['measured'\]; give some"),
         (lambda: jpipe.draw_timeline({"measured": ((), ())}), "expected a length above 0 for 'measured', found 0.0; check its spans"),
+        (
+            lambda: jpipe.draw_timeline({"a": ((Span("F", 0, 0, 0.0, 1.0),),)}, workers=((0, 0), (0, 1))),
+            "draw_timeline: workers: expected 1, as many as there are rows, found 2; give `plan.workers`",
+        ),
         (lambda: jpipe.draw_memory({}, seconds=1.0), "draw_memory: expected one entry or more"),
         (lambda: jpipe.draw_memory({"a": ((),)}, seconds={"b": 1.0}), "draw_memory: expected a length above 0 for 'a', found 0.0"),
         (lambda: jpipe.draw_memory({"a": ((),)}, seconds=float("inf")), "expected a length above 0 for 'a', found inf"),
