@@ -47,6 +47,7 @@ def train(
     code, count = 0, 1
     try:
         settings = config_file.load(config, overrides, allow_code=allow_code)
+        distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
         loop.main(settings, count, connect_limit, wait_limit)
     except InputError as error:

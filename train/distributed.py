@@ -141,8 +141,7 @@ def membership(coordinator: str | None, num_processes: int | None, process_id: i
     Raises:
         InputError: as `start`, as far as the arguments and the environment go.
     """
-    if not (math.isfinite(limit) and limit > 0):
-        raise InputError(f"--connect-limit: expected seconds, more than 0, found {limit:g}")
+    check_limit("--connect-limit", limit)
     if (coordinator, num_processes, process_id) == (None, 1, None):
         return None
     given = (coordinator, num_processes, process_id)
@@ -153,6 +152,16 @@ def membership(coordinator: str | None, num_processes: int | None, process_id: i
         return _checked(variables, _VARIABLES, None)
     found, devices = _detected(variables, limit)
     return None if found == (None, None, None) else _checked(found, _VARIABLES, devices)
+
+
+def check_limit(flag: str, seconds: float) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        InputError: it is not more than 0, or not finite.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
 
 
 def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -> Membership:

@@ -35,6 +35,7 @@ class Report:
         measured: the same batches as traced.
         unit: of the losses; may be empty.
         processes: how many ran it.
+        workers: stage and replica of each, as `jpipe.Plan.workers` has them; may be empty.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Report:
     measured: jpipe.Window | None = None
     unit: str = "nats a byte"
     processes: int = 1
+    workers: Sequence[tuple[int, int]] = ()
 
     @property
     def windows(self) -> dict[str, jpipe.Window]:
@@ -89,7 +91,7 @@ def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None, pr
     if processes > 1:
         return (
             "Steps take longer than predicted: the prediction leaves out what moves between processes, and that processes of one machine "
-            "share its cores; plan.extra_in_flight=1 hides transfers behind one more microbatch."
+            "share its cores; between stages plan.extra_in_flight=1 hides transfers behind one more microbatch."
         )
     return "Steps take longer than predicted: other programs used the cores at the same time."
 
@@ -110,10 +112,10 @@ def write_report(folder: Path, report: Report) -> None:
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
     if timelines:
-        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds))
+        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, workers=report.workers))
         write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
     if memories:
-        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds))
+        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, workers=report.workers))
     for name, picture in pictures.items():
         write_atomically(folder / f"{name}.png", picture)
     write_atomically(folder / "report.html", _page(report, pictures))

@@ -83,6 +83,13 @@ def test_a_limit_that_is_none_is_refused(limit):
         distributed.start("host:1", 2, 0, limit)
 
 
+def test_a_wait_limit_that_is_none_is_refused_before_anybody_is_waited_for(tiny, tmp_path, capsys):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(tiny))
+    assert main(["train", str(config), "--wait-limit", "0", "--coordinator", "host:1", "--num-processes", "2", "--process-id", "1"]) == 2
+    assert capsys.readouterr().err == "jpipe: --wait-limit: expected seconds, more than 0, found 0\n"
+
+
 @pytest.mark.parametrize(
     ("text", "address"),
     [("10.0.0.1:80", ("10.0.0.1", 80)), ("a-b.c_d:65535", ("a-b.c_d", 65535)), ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1))],
