@@ -213,7 +213,7 @@ class Plan(pydantic.BaseModel):
         counts = [replicas] * num_stages if isinstance(replicas, int) else list(replicas)
         for what, found in (("recomputation policy", policies), ("number of replicas", counts)):
             if len(found) != num_stages:
-                raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found {len(found)}")
+                raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(found)}")
         size, rest = divmod(len(layers), num_stages)
         starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
         stages = [

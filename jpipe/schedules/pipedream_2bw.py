@@ -25,9 +25,10 @@ def _too_few_microbatches(plan: Shape) -> str:
     if plan.microbatches < least:
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
         replicas = f" with replicas {list(plan.replicas)}" if common > 1 else ""
+        fewer = "fewer stages or replicas" if common > 1 else "fewer stages"
         return (
             f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{replicas}{extra}, "
-            f"found microbatches {plan.microbatches}; raise microbatches or use fewer stages"
+            f"found microbatches {plan.microbatches}; raise microbatches or use {fewer}"
         )
     return ""
 

@@ -218,7 +218,7 @@ def test_too_few_microbatches_for_2bw_with_more_in_flight():
 
 
 def test_recomputation_for_each_stage_must_name_each():
-    with pytest.raises(InputError, match=r"expected one recomputation policy for all or one for each of 2 stages, found 3"):
+    with pytest.raises(InputError, match=r"expected one recomputation policy for all or one for each of 2 stages, found a list of 3"):
         Plan.even(IDS, 2, "gpipe", 2, recompute=["full"] * 3)
 
 
@@ -229,7 +229,10 @@ def test_recomputation_for_each_stage_must_name_each():
             {"microbatches": 4, "replicas": (3, 2)},
             r"^plan: microbatches: expected a multiple of the replicas of each stage, \[3, 2\], so of 6, found 4; use 6",
         ),
-        ({"microbatches": 2, "replicas": (2,)}, r"^plan: expected one number of replicas for all or one for each of 2 stages, found 1$"),
+        (
+            {"microbatches": 2, "replicas": (2,)},
+            r"^plan: expected one number of replicas for all or one for each of 2 stages, found a list of 1$",
+        ),
         (
             {"microbatches": 2, "schedule": "gpipe", "noam": True},
             r"^plan: noam is an option of the schedule 'pipedream', found schedule 'gpipe'; remove it$",
@@ -248,7 +251,8 @@ def test_recomputation_for_each_stage_must_name_each():
         ),
         (
             {"microbatches": 2, "replicas": 2, "schedule": "pipedream_2bw"},
-            r"needs at least 4 microbatches for 2 stages with replicas \[2, 2\], found microbatches 2",
+            r"needs at least 4 microbatches for 2 stages with replicas \[2, 2\], found microbatches 2; raise microbatches or use "
+            r"fewer stages or replicas$",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
             "plan.recompute=ful",
             r"tiny.yaml --set plan.recompute=ful: plan.recompute: unknown recomputation policy 'ful'; did you mean 'full'\?",
         ),
-        ("plan.recompute=[full]", r"one recomputation policy for all or one for each of 2 stages, found 1"),
+        ("plan.recompute=[full]", r"one recomputation policy for all or one for each of 2 stages, found a list of 1"),
         ("plan.vertical_sync=true", r"vertical_sync is an option of the schedule 'pipedream'"),
         ("plan.replicas=0", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found 0"),
         (
@@ -102,7 +102,7 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
             r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found \[1, 'x'\]",
         ),
         ("plan.replicas=true", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found True"),
-        ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found 3"),
+        ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found a list of 3"),
         ("plan.replicas=4", r"plan: microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4"),
         ("plan.update_every=never", r"plan.update_every: expected 'batch' or 'replicas', found 'never'"),
         ("plan.noam=true", r"plan: noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
