@@ -16,10 +16,10 @@ if not NAME.startswith("jax"):
     sys.modules["jpipe"] = types.ModuleType("jpipe")
     sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[2] / "jpipe")]
 
-import jpipe._processes  # noqa: E402
-from jpipe._channel import Limits  # noqa: E402
-from jpipe._errors import InputError  # noqa: E402
-from jpipe._processes import PeerLost, Processes  # noqa: E402
+import jpipe._processes  # noqa: E402 - after the stand-in
+from jpipe._channel import Limits  # noqa: E402 - after the stand-in
+from jpipe._errors import InputError  # noqa: E402 - after the stand-in
+from jpipe._processes import PeerLost, Processes  # noqa: E402 - after the stand-in
 
 NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
 

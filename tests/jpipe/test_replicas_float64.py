@@ -111,9 +111,9 @@ def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(sca
             sums[s].append((weight, {i: gradient[i] for i in stage.layers}))
             if len(sums[s]) == every[s]:
                 weights, gradients = zip(*sums[s], strict=True)
-                mean = jax.tree.map(lambda *parts: sum(parts) / (sum(weights) or 1.0), *gradients)  # noqa: B023
+                mean = jax.tree.map(lambda *parts: sum(parts) / (sum(weights) or 1.0), *gradients)  # noqa: B023 - the same
                 updates, states[s] = optimizer.update(mean, states[s])
-                versions[s].append(jax.tree.map(lambda w, u: w + scales[s] * u, versions[s][-1], updates))  # noqa: B023
+                versions[s].append(jax.tree.map(lambda w, u: w + scales[s] * u, versions[s][-1], updates))  # noqa: B023 - the same
                 sums[s] = []
     found = train(pipe, batches, fresh_state)
     check_close(found.params, {i: params for v in versions for i, params in v[-1].items()})
