@@ -25,7 +25,7 @@ class Fit:
 
     def __init__(self, problem: Problem, reach: Reach, bound: float, memory: float) -> None:
         self._problem, self._runs, self._reach, self._memory = problem, reach.runs, reach, memory
-        self._cuts = reach.cuts(bound)
+        self._bound, self._cuts = bound, reach.cuts(bound)
         self._kinds = [
             (policies, reach.farthest(bound, again))
             for again in (False, True)
@@ -72,16 +72,18 @@ class Fit:
     def _extend(self, here: dict[int, Any], a: int, labels: _Labels) -> None:
         """Put each possible stage before what is placed from worker a on."""
         for place, r in self._before(a):
-            for sent, most in here.items():
+            window = self._reach.window(a - r, self._bound, "none" not in self._problem.policies)
+            for sent, most in here.items() if window.start < window.stop else ():
                 ahead = 1 + -(-sent // r)
                 good = self._open(most, a, place, ahead * r)
                 if good.any():
                     ends, rooms = self._room(place, r, ahead)
-                    room = np.where(good[ends], rooms, -1).max(1, initial=-1)
-                    found = np.where((room >= 0) & self._cuts[place], np.minimum((room + ahead) * r, _NO_LIMIT), -1)
-                    if found.max() >= 0:
-                        before = labels[a - r]
-                        before[ahead * r] = np.maximum(before[ahead * r], found) if ahead * r in before else found
+                    room = np.where(good[ends[window]], rooms[window], -1).max(1, initial=-1)
+                    good = (room >= 0) & self._cuts[place][window]
+                    if good.any():
+                        before = labels[a - r].setdefault(ahead * r, np.full(self._runs.count + 1, -1))
+                        found = np.where(good, np.minimum((room + ahead) * r, _NO_LIMIT), -1)
+                        before[window] = np.maximum(before[window], found)
 
     def _before(self, a: int) -> list[tuple[int, int]]:
         """The levels, by their place, and replicas that ranges which end before worker a can have."""

@@ -72,6 +72,19 @@ class Reach:
             ends.append(low.astype(self._small))
         return ends
 
+    def window(self, a: int, bound: float, again: bool) -> slice:
+        """The layers from which on worker a can be the first one: the workers before it, and from it on, can compute their share.
+
+        Args:
+            a: the worker.
+            bound: seconds a microbatch.
+            again: whether all stages recompute.
+        """
+        compute = self.runs.compute(again)
+        each = min(bound, compute[-1]) * (1 + 1e-9)
+        first = np.searchsorted(compute, compute[-1] - (self.workers - a) * each)
+        return slice(int(first), int(np.searchsorted(compute[:-1], a * each, side="right")))
+
     def at_least(self, again: bool) -> float:
         """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
         start = np.arange(self.runs.count)
@@ -118,7 +131,7 @@ class Reached:
         self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in reach.levels]
         order = np.arange(count + 1, dtype=farthest[0].dtype)
         for a in range(workers, -1, -1):
-            window = self._window(a)
+            window = reach.window(a, bound, again)
             for place, some in reach.here(a) if a < workers else ():
                 ends = self._next[place][a + reach.levels[place][1][some], window]
                 self._placed[a, window] |= (ends <= farthest[place][some, window]).any(0) & cuts[place][window]
@@ -126,13 +139,6 @@ class Reached:
                 ends = np.where(self._continued(a, place), order, never)
                 self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
         self.feasible = bool(self._placed[0, 0])
-
-    def _window(self, a: int) -> slice:
-        """The layers from which on worker a can be the first one: all workers before it, and from it on, have enough to do."""
-        compute = self._reach.runs.compute(self._again)
-        each = self._bound * (1 + 1e-9)
-        first = np.searchsorted(compute, compute[-1] - (self._reach.workers - a) * each)
-        return slice(int(first), int(np.searchsorted(compute[:-1], a * each, side="right")))
 
     def _continued(self, a: int, place: int) -> Any:
         """Where a stage whose range crosses a level can end so that what is behind it goes on from worker a."""
