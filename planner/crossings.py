@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+import jpipe
 from planner.price import Number
 from planner.topology import Topology
 
@@ -16,14 +17,12 @@ class Crossings:
     Attributes:
         bandwidths: of the slowest link of each cut.
         latencies: the longest of each cut.
-        ring_bandwidths: of the slowest link between neighbouring replicas of each stage.
-        ring_latencies: the longest between them.
+        rings: for each stage the slowest of the links between neighbouring replicas.
     """
 
     bandwidths: Any
     latencies: Any
-    ring_bandwidths: Any
-    ring_latencies: Any
+    rings: tuple[jpipe.Link, ...]
     _levels: tuple[tuple[float, Any, Any, Any], ...]
 
     @classmethod
@@ -43,8 +42,10 @@ class Crossings:
         return cls(
             bandwidths=bandwidths[cuts].min(axis=1, initial=np.inf),
             latencies=latencies[cuts].max(axis=1, initial=0.0),
-            ring_bandwidths=bandwidths[rings].min(axis=1),
-            ring_latencies=latencies[rings].max(axis=1),
+            rings=tuple(
+                jpipe.Link(bandwidth, latency)
+                for bandwidth, latency in zip(bandwidths[rings].min(axis=1).tolist(), latencies[rings].max(axis=1).tolist(), strict=True)
+            ),
             _levels=tuple(levels),
         )
 

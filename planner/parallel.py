@@ -112,6 +112,22 @@ def _flights(schedule: str, width: int, depth: int, extra: int, microbatches: tu
     return tuple(legal), np.array(in_flight), np.array(versions)
 
 
+def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
+    """What does not depend on the schedule; without recomputation."""
+    one_way, both_ways = crossing.ports(stages.outputs[:-1])
+    sums = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
+    return Times(
+        forward=stages.forward,
+        backward=stages.backward[0],
+        update=stages.update,
+        sums=np.array(sums),
+        messages=stages.outputs[:-1] / crossing.bandwidths,
+        latencies=crossing.latencies,
+        one_way=one_way,
+        both_ways=both_ways,
+    )
+
+
 class _Sweep:
     def __init__(self, profile: Profile, topology: Topology, batch: int, exact: bool, schedules: tuple[str, ...], price: str) -> None:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
@@ -146,14 +162,14 @@ class _Sweep:
         for n, rows in enumerate(self.profile.sizes):
             numbers = self._microbatches(rows * width, depth)
             for stages in self.cut(depth, n) if numbers else ():
-                links = [(keep, crossing, *crossing.ports(stages.outputs[:-1])) for keep, crossing in crossings]
+                links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
                 for schedule, extra in self.tried:
                     if depth == 1 and (extra or schedule in ("naive", "gpipe")):
                         continue  # nothing is in flight: the same as with a flush
                     fit = self._fit(stages, schedule, width, extra, numbers)
-                    for keep, crossing, *ports in links if fit.microbatches else ():
-                        times = self._times(stages, fit, width, crossing, *ports)
-                        yield from self._priced(stages, rows, schedule, width, extra, keep, fit, times)
+                    for keep, times in links if fit.microbatches else ():
+                        chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
+                        yield from self._priced(stages, rows, schedule, width, extra, keep, fit, chosen)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
         """The numbers of microbatches of a pipeline to try: powers of two, those times the depth, and the most."""
@@ -192,19 +208,6 @@ class _Sweep:
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
         return _Fit(legal, in_flight, policy, np.take_along_axis(memory, policy[None], 0)[0])
-
-    def _times(self, stages: Stages, fit: _Fit, width: int, crossing: Crossings, one_way: Any, both_ways: Any) -> Times:
-        ring = jpipe.Link(crossing.ring_bandwidths, crossing.ring_latencies)
-        return Times(
-            forward=np.broadcast_to(stages.forward, fit.policy.shape),
-            backward=np.take_along_axis(stages.backward, fit.policy, 0),
-            update=stages.update,
-            sums=all_reduce_seconds(stages.weights, width, ring),
-            messages=stages.outputs[:-1] / crossing.bandwidths,
-            latencies=crossing.latencies,
-            one_way=one_way,
-            both_ways=both_ways,
-        )
 
     def _seconds(self, schedule: str, extra: int, fit: _Fit, times: Times) -> Price:
         """The price of a batch."""

@@ -135,10 +135,11 @@ def flush_price(times: Times, microbatches: Number) -> Price:
     waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
     seconds = (before + microbatches * own + waits).max(-1)
     round_trips, under_way = _cycles(own, times.cuts, 0)
+    slowest = own.max(-1, keepdims=True)
     rounds = (microbatches - 1) // under_way
     left = microbatches - 1 - rounds * under_way
-    repeated = rounds * round_trips + left * np.minimum(own.max(-1, keepdims=True), round_trips / under_way)
-    repeated = np.where(round_trips > under_way * own.max(-1, keepdims=True), repeated, 0.0).max(-1)
+    repeats = (rounds > 0) & (round_trips > under_way * slowest)
+    repeated = np.where(repeats, rounds * round_trips + left * slowest, 0.0).max(-1)
     repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
     return _flushed(times, m, np.maximum(repeated, seconds - times.through))
 
