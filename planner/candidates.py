@@ -1,0 +1,111 @@
+"""Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jpipe
+from planner.candidate import Candidate
+from planner.parallel import sweep
+from planner.partition import Partition, Problem
+from planner.pipedream import search
+from planner.price import all_reduce_seconds
+from planner.profile import Profile
+from planner.topology import Topology
+
+
+def find_candidates(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = True,
+    schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
+    paper_updates: bool = False,
+) -> list[Candidate]:
+    """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
+
+    Args:
+        profile: the model's costs.
+        topology: where it is to run.
+        batch: the most rows between two updates.
+        exact: whether it has to be just as many.
+        schedules: those to try, of `jpipe.SCHEDULES`.
+        paper_updates: whether PipeDream updates each stage after one microbatch of each of its replicas, whose number is free then,
+            in place of once a batch; never exact.
+    """
+    found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
+    if "pipedream" in schedules:
+        found += _pipedream(profile, topology, batch, exact, paper_updates)
+    return found
+
+
+def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, paper_updates: bool) -> Iterator[Candidate]:
+    for n, rows in enumerate(profile.sizes):
+        costs = list(profile.costs(rows).values())
+        policies = tuple(policy for policy in jpipe.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
+        if batch < rows or (exact and batch % rows):
+            continue
+        microbatches: int | Literal["replicas"] = "replicas" if paper_updates else batch // rows
+        problem = Problem(
+            costs,
+            topology,
+            microbatches,
+            inputs=profile.inputs[n],
+            labels=profile.labels[n],
+            dispatch=profile.dispatch,
+            memory=topology.device.memory,
+            policies=policies,
+        )
+        candidate = as_candidate(problem, search(problem), rows)
+        if candidate.batch <= batch:
+            yield candidate
+
+
+def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
+    """A partition in the terms of the other candidates.
+
+    Args:
+        problem: of which it is an answer.
+        partition: the answer.
+        rows: of a microbatch.
+    """
+    plan = partition.plan([str(n) for n in range(len(problem.layers))], problem)
+    seconds = partition.seconds * plan.microbatches
+    computing = sent = 0.0
+    for stage in partition.stages:
+        own = problem.layers[stage.start : stage.stop]
+        again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
+        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
+        updates = plan.microbatches // problem.microbatches_an_update(stage.replicas)
+        computing += updates * stage.replicas * sum(layer.update for layer in own)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
+        sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
+    return Candidate(
+        schedule="pipedream",
+        rows=rows,
+        microbatches=plan.microbatches,
+        starts=tuple(stage.start for stage in partition.stages),
+        replicas=tuple(stage.replicas for stage in partition.stages),
+        policies=tuple(stage.recompute for stage in partition.stages),
+        extra_in_flight=0,
+        keep_together="replicas",
+        seconds=seconds,
+        bubble=1 - computing / (partition.workers * seconds),
+        memory=partition.memory,
+        sent=sent / (rows * plan.microbatches),
+        bound=_bound(problem, partition),
+        over=partition.over,
+        update_every=plan.update_every,
+    )
+
+
+def _bound(problem: Problem, partition: Partition) -> str:
+    kind, s = partition.bound
+    if kind == "cut":
+        return f"cut {s}"
+    stage = partition.stages[s]
+    own = problem.layers[stage.start : stage.stop]
+    link = problem.link(stage.first, stage.first + stage.replicas - 1)
+    summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
+    computes = sum(layer.forward + layer.backward for layer in own)
+    return f"sum of stage {s}" if summed > computes else f"stage {s} computes"
