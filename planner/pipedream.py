@@ -17,7 +17,8 @@ from planner.runs import Runs
 TIE = 1e-9
 """Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
 
-_ENOUGH = 1e-3  # how near to the least memory a plan comes that fits nowhere
+_ENOUGH = 1e-2  # how near to the least memory a plan comes that fits nowhere
+_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # what to try first where memory is short: loose bounds take long
 
 
 def search(problem: Problem) -> Partition:
@@ -38,10 +39,15 @@ def search(problem: Problem) -> Partition:
         return fastest
     assert problem.memory is not None
     within = partial(_fitting, problem, reach, problem.memory)
-    fitting = within(fastest.seconds * (1 + TIE)) or within(math.inf)
-    if fitting is None:
+    low = fastest.seconds
+    for slower in _SLOWER:
+        fitting = within(fastest.seconds * slower)
+        if fitting:
+            break
+        low = fastest.seconds * slower
+    else:
         return _smallest(problem, reach, fastest)
-    best = _squeeze(fastest.seconds, fitting, within, lambda partition: partition.seconds, TIE)
+    best = _squeeze(low, fitting, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
     return _recompute(problem, Fit(problem, reach, bound, problem.memory).first(), bound)
 
