@@ -27,7 +27,10 @@ class AtSize(_Data):
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
         outputs: bytes that cross a cut after this layer (of all tensors that are used behind it), as many as of their gradients.
-        residuals: bytes that stay from forward to backward, by recomputation policy; "none" always, the others where they are known.
+        residuals: bytes that stay from forward to backward where the layer is a stage by itself, by recomputation policy; "none" always,
+            the others where they are known.
+        shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage: a
+            stage holds the sum of `residuals` less that of `shared` without its last layer's.
         temporary: the largest scratch memory of its programs, in bytes.
         flops: floating-point operations of a forward; 0: not known.
     """
@@ -36,6 +39,7 @@ class AtSize(_Data):
     backward: Seconds
     outputs: Bytes
     residuals: dict[str, Bytes]
+    shared: dict[str, Bytes] = {}
     temporary: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
@@ -133,6 +137,7 @@ class Profile(_Data):
                 optimizer=layer.optimizer,
                 state=layer.state,
                 residuals=at.residuals,
+                shared=at.shared,
                 update=layer.update,
                 temporary=at.temporary,
             )
