@@ -29,7 +29,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
     if plan.placement is not None:
         numbers = [number for replicas in plan.placement for number in replicas]
         if max(numbers) >= len(everywhere):
-            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
+            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1}); name one of them"
             raise InputError(f"plan: placement names device {max(numbers)}, but {found}", *_both_grids(plan, everywhere))
         return _alike(plan, tuple(everywhere[number] for number in numbers))
     processes = jax.process_count()

@@ -269,7 +269,8 @@ def test_devices_must_be_one_for_each_stage():
 
 def test_a_placement_on_a_device_that_is_not_there_is_refused():
     with pytest.raises(
-        InputError, match=r"^plan: placement names device 64, but there are 8 devices \(0 to 7\)\nworkers:\n  stage 0: w0\n"
+        InputError,
+        match=r"^plan: placement names device 64, but there are 8 devices \(0 to 7\); name one of them\nworkers:\n  stage 0: w0\n",
     ):
         pipeline(placement=((0,), (64,))).init(jax.random.key(0), models.batches_of(1, 4)[0])
 
