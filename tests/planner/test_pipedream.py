@@ -1,0 +1,178 @@
+"""The PipeDream search against all there is to choose from, on small instances."""
+
+from dataclasses import replace
+
+import jpipe
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.partition import Placed, Problem, evaluate
+from planner.pipedream import TIE, search
+from planner.topology import Topology
+
+SHAPES = [(2,), (5,), (6,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 1, 2), (2, 2, 2)]
+POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "full"), ("full", "none")]
+
+
+@st.composite
+def problems(draw):
+    """Few layers on few workers, with prices that often are equal; outer levels may be faster than inner ones.
+
+    Numbers only, for `build`: what checks our types draws at random, which Hypothesis wants to do alone.
+    """
+    shape = draw(st.sampled_from(SHAPES))
+    levels = [
+        {"count": count, "bandwidth": draw(st.sampled_from([0.5, 1.0, 4.0, 20.0])), "latency": draw(st.sampled_from([0.0, 0.5]))}
+        for count in shape
+    ]
+    most = draw(st.sampled_from([0, 1, 6]))  # all times alike, few, many
+    sizes = st.sampled_from([0, 1, 3, 10, 40])
+    layers = []
+    for _ in range(draw(st.integers(1, 4 if np.prod(shape) > 6 else 5))):
+        residuals = draw(st.integers(0, 20))
+        layers.append(
+            dict(
+                forward=float(draw(st.integers(1 if most == 0 else 0, max(most, 1)))),
+                backward=float(draw(st.integers(0, most))),
+                outputs=draw(sizes),
+                weights=draw(sizes),
+                optimizer=draw(sizes),
+                state=draw(st.integers(0, 2)),
+                residuals={"none": residuals, "dots_saveable": draw(st.integers(0, residuals))},
+                shared={"none": draw(st.integers(0, residuals))},
+                update=draw(st.sampled_from([0.0, 1.0])),
+                temporary=draw(st.integers(0, 9)),
+            )
+        )
+    return dict(
+        layers=layers,
+        levels=levels,
+        microbatches=draw(st.sampled_from(["replicas", 1, 4, 6, 12])),
+        inputs=draw(sizes),
+        labels=draw(st.integers(0, 5)),
+        dispatch=draw(st.sampled_from([0.0, 0.5])),
+        policies=draw(st.sampled_from(POLICIES)),
+    )
+
+
+def build(layers, levels, **fields):
+    return Problem([jpipe.LayerCost(**layer) for layer in layers], Topology(levels=levels), **fields)
+
+
+def everything(problem, i=0, a=0):
+    """All ways to cut the layers from i on and to place them from worker a on."""
+    if i == len(problem.layers):
+        yield ()
+    for j in range(i + 1, len(problem.layers) + 1):
+        for r in range(1, problem.topology.num_workers - a + 1):
+            if problem.microbatches == "replicas" or problem.microbatches % r == 0:
+                for rest in everything(problem, j, a + r):
+                    yield (Placed(i, j, a, r), *rest)
+
+
+def exhaustive(problem):
+    """The best of `everything`, ties broken; None where none fits. And the least memory with which one would."""
+    fitting, least = [], np.inf
+    for stages in everything(problem):
+        options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in problem.policies]
+        options.sort(key=lambda option: option.stages[0].recompute != "none")
+        least = min(least, max(min(option.memory[s] for option in options) for s in range(len(stages))))
+        limit = problem.memory or np.inf
+        chosen = [next((o.stages[s] for o in options if o.memory[s] <= limit), None) for s in range(len(stages))]
+        if None not in chosen:
+            fitting.append((evaluate(problem, chosen).seconds, stages))
+    best = min((seconds for seconds, _ in fitting), default=None)
+    ties = [stages for seconds, stages in fitting if seconds <= best * (1 + TIE)]
+    order = lambda stages: (len(stages), sum(s.replicas for s in stages), [(s.stop, s.replicas) for s in stages])
+    return best, min(ties, key=order, default=None), least
+
+
+def without_policies(partition):
+    return tuple(stage._replace(recompute="none") for stage in partition.stages)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(numbers=problems())
+def test_search_without_a_limit_equals_exhaustive_search(numbers):
+    problem = build(**numbers)
+    seconds, stages, _ = exhaustive(problem)
+    found = search(problem)
+    assert found.seconds == pytest.approx(seconds, rel=1e-12)
+    assert without_policies(found) == stages
+    assert found == evaluate(problem, found.stages)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(numbers=problems(), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
+def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
+    problem = build(**numbers)
+    problem = replace(problem, memory=max(max(search(problem).memory) * share, 1.0))
+    seconds, stages, least = exhaustive(problem)
+    found = search(problem)
+    if seconds is None:
+        stage, lacking = found.over
+        assert max(found.memory) == found.memory[stage]
+        assert lacking == np.ceil(max(found.memory) - problem.memory)
+        assert least <= max(found.memory) <= least * 1.0102 + 1
+    else:
+        assert found.over is None
+        assert max(found.memory) <= problem.memory
+        assert found.seconds == pytest.approx(seconds, rel=1e-12)
+        assert without_policies(found) == stages
+        assert found == evaluate(problem, found.stages)
+
+
+def test_the_price_by_hand():
+    layers = [jpipe.LayerCost(4.0, 8.0, outputs=30, weights=10, update=1.0), jpipe.LayerCost(1.0, 2.0, outputs=7, weights=90)]
+    levels = [{"count": 2, "bandwidth": 20.0}, {"count": 2, "bandwidth": 5.0, "latency": 1.0}]
+    problem = Problem(layers, Topology(levels=levels), microbatches=6, dispatch=0.5)
+    stages = [Placed(0, 1, 0, 3), Placed(1, 2, 3, 1, "full")]
+    # first: 2 microbatches of 13 s each and an update; its sum takes 2 · 2/3 · 10 / 5 + 4 · 1 < 13; second: 4 + 1 again; cut: 30 / 5
+    assert evaluate(problem, stages).seconds == pytest.approx(6.0)
+    assert evaluate(problem, stages).bound == ("cut", 0)
+    cheap = replace(problem, layers=[replace(layers[0], outputs=3), layers[1]])
+    assert evaluate(cheap, stages).bound == ("stage", 1)
+    assert evaluate(cheap, stages).seconds == pytest.approx(5.0)
+    assert evaluate(cheap, [stages[0], Placed(1, 2, 3, 1)]).seconds == pytest.approx((2 * 13 + 1) / 6)
+    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 2)]).seconds == pytest.approx((16 + 1) / 2)
+    # four replicas: 2 · 3/4 · 100 / 5 + 6 · 1 s to sum, 20 more than to compute
+    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 4)]).seconds == pytest.approx((36 + 1) / 4)
+
+
+# VGG-16: GFLOP an image forward, million parameters, million output numbers an image
+VGG = [(0.17, 0.002, 3.2), (3.7, 0.037, 0.8), (1.85, 0.074, 1.6), (3.7, 0.147, 0.4), (1.85, 0.295, 0.8), (3.7, 0.59, 0.8), (3.7, 0.59, 0.2)]
+VGG += [(1.85, 1.18, 0.4), (3.7, 2.36, 0.4), (3.7, 2.36, 0.1), (0.92, 2.36, 0.1), (0.92, 2.36, 0.1), (0.92, 2.36, 0.025)]
+VGG += [(0.2, 102.8, 0.004), (0.03, 16.8, 0.004), (0.008, 4.1, 0.001)]
+
+
+@pytest.mark.parametrize("levels", [[16], [4, 4]])
+def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one(levels):
+    seconds = 32 / 12e3  # for a GFLOP an image, 32 images, 12 TFLOP/s
+    layers = [
+        jpipe.LayerCost(flops * seconds, 2 * flops * seconds, outputs=int(32 * 4e6 * out), weights=int(4e6 * weights))
+        for flops, weights, out in VGG
+    ]
+    topology = Topology(levels=[{"count": count, "bandwidth": "25 Gbit/s"} for count in levels])
+    found = search(Problem(layers, topology))
+    assert [stage.replicas for stage in found.stages] == [15, 1]
+    assert found.stages[0].stop in (12, 13)  # whether the last convolution is with the dense layers
+
+
+def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
+    layers = [jpipe.LayerCost(1.0, 2.0, weights=1000), jpipe.LayerCost(2.0, 4.0, weights=1000)]
+    found = search(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
+    assert found.workers == 2
+    assert found.bound == ("stage", 1)
+
+
+def test_the_plan_of_a_partition():
+    layers = [jpipe.LayerCost(1.0, 1.0, residuals={"none": 5}, weights=8)] * 3
+    stages = [Placed(0, 1, 0, 3), Placed(1, 3, 3, 2, "full")]
+    problem = Problem(layers, Topology.flat(6, bandwidth=1.0), policies=("none", "full"), sync_state=False)
+    plan = evaluate(problem, stages).plan("abc", problem)
+    assert (plan.microbatches, plan.update_every, plan.sync_state) == (6, "replicas", False)
+    assert [(s.layers, s.replicas, s.recompute) for s in plan.stages] == [(("a",), 3, "none"), (("b", "c"), 2, "full")]
+    assert evaluate(replace(problem, microbatches=12), stages).plan("abc", problem) == plan
+    plan = evaluate(problem, stages).plan("abc", replace(problem, microbatches=12))
+    assert (plan.microbatches, plan.update_every) == (12, "batch")
