@@ -9,6 +9,7 @@ import jax
 from jpipe._errors import InputError, nearest
 from jpipe._plan import Plan
 from jpipe._stage import StageFunctions, floats_of
+from jpipe.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
         labels: bytes of one microbatch's labels.
 
     Returns:
-        One cost for each stage. Where a stage recomputes, the residuals that it makes again count as temporary.
+        One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
+        backward are one program (where one microbatch is in flight there).
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
@@ -140,7 +142,8 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 found = sorted(layer.residuals)
                 raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
         residuals = before if stage.recompute == "full" else _residuals(own, stage.recompute)
-        made_again = 0 if stage.recompute == "none" else _residuals(own, "none")
+        fused = last and SCHEDULES[plan.schedule].in_flight(plan, s) == 1
+        inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         costs.append(
             StageCost(
                 forward=forward,
@@ -156,7 +159,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
                 sums=sum(layer.weights for layer in own),
-                temporary=max(layer.temporary for layer in own) + max(made_again - residuals, 0),
+                temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )
     return tuple(costs)

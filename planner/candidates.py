@@ -1,5 +1,6 @@
 """Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -36,7 +37,23 @@ def find_candidates(
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
     if "pipedream" in schedules:
         found += _pipedream(profile, topology, batch, exact, paper_updates)
-    return found
+    # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
+    pipelined = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
+    return [_sharing_cores(candidate, topology.cores) for candidate in pipelined]
+
+
+def _sharing_cores(candidate: Candidate, cores: float | None) -> Candidate:
+    """With its time as it is where so many workers compute at a time at most."""
+    computing = (1 - candidate.bubble) * candidate.workers * candidate.seconds
+    seconds = candidate.seconds if cores is None else max(candidate.seconds, computing / cores)
+    if seconds == candidate.seconds:
+        return candidate
+    return dataclasses.replace(candidate, seconds=seconds, bubble=1 - computing / (candidate.workers * seconds), bound="cores")
+
+
+def _only(schedules: Sequence[str]) -> Sequence[str]:
+    """The schedule that is asked for, where it is one."""
+    return schedules if len(schedules) == 1 else ()
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, paper_updates: bool) -> Iterator[Candidate]:

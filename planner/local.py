@@ -4,8 +4,10 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -14,6 +16,7 @@ from planner.topology import Topology
 
 SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
 STEPS = 30
+_WIDE = 768  # of the matrices that are multiplied: some milliseconds
 
 
 def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topology:
@@ -24,7 +27,8 @@ def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topo
         dispatch: seconds that starting one computation takes, which are no part of a link (`Profile.dispatch`).
 
     Returns:
-        One level of equal links; without a second device they are free. On CPUs the workers share the cores and the memory.
+        One level of equal links; without a second device they are free. On CPUs the workers share the memory, and the cores as far
+        as programs on several devices slow each other down.
     """
     devices = jax.devices()
     device, count = devices[0], workers or len(devices)
@@ -36,7 +40,7 @@ def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topo
         name="local",
         levels=({"count": count, "bandwidth": bandwidth, "latency": small},),
         device={"name": device.device_kind, "memory": memory if memory and math.isfinite(memory) else None},
-        cores=usable_cores() if is_cpu else None,
+        cores=_at_once(devices) if is_cpu else None,
     )
 
 
@@ -53,6 +57,27 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _at_once(devices: Sequence[jax.Device]) -> float:
+    """How many devices compute at the same time as fast as one alone, found with a product of matrices on one and on all."""
+    if jax.process_count() > 1:
+        return max(usable_cores() / len(jax.local_devices()), 1.0)
+    factors = [jax.device_put(np.ones((_WIDE, _WIDE), np.float32), device) for device in devices]
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready([product(x) for x in factors])
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready([product(x) for x in factors[:count]])
+        return time.perf_counter() - begin
+
+    alone, together = (statistics.median(seconds(count) for _ in range(STEPS)) for count in (1, len(devices)))
+    return max(len(devices) * alone / together, 1.0)
+
+
+def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return outputs.sum() + labels.sum(), jnp.ones(())
+
+
 def _hop_seconds(elements: int, dispatch: float) -> float:
     """Seconds that a message of so many elements takes to the next of the stages: one on two devices, or one in every process."""
     first = {device.process_index: device for device in reversed(jax.devices())}
@@ -61,7 +86,7 @@ def _hop_seconds(elements: int, dispatch: float) -> float:
         return 0.0
     stack = jpipe.LayerStack({f"hop {n}": lambda x: x + 1 for n in range(len(devices))})
     plan = jpipe.Plan.even(stack.ids, len(devices), "naive", 1)
-    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (y.sum() + labels.sum(), 1.0), optax.sgd(0.1), devices=devices)
+    pipe = jpipe.Pipeline(stack, plan, _loss, optax.sgd(0.1), devices=devices)
     batch = np.zeros((1, elements), np.float32), np.zeros((1, 1), np.float32)
     state = pipe.init(jax.random.key(0), batch)
     seconds = []

@@ -65,7 +65,7 @@ def places(plan: jpipe.Plan) -> tuple[int, ...]:
     return tuple(int(number) for number in np.argsort(order))
 
 
-def _stretched(timeline: jpipe.Timeline, seconds: float, cores: int | None) -> float:
+def _stretched(timeline: jpipe.Timeline, seconds: float, cores: float | None) -> float:
     """How long it takes when those that compute at a time share the cores evenly: then all of them slow down alike, and order stays."""
     if cores is None or len(timeline) <= cores:
         return seconds

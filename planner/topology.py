@@ -118,7 +118,8 @@ class Topology(_Data):
         name: for people.
         levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
         device: of every worker.
-        cores: how many workers compute at the same time, where they are processes that share the cores of a CPU; None: all.
+        cores: how many workers compute at the same time without slowing each other down, where they share the cores of a CPU; more
+            of them share that evenly. None: all.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
@@ -128,7 +129,7 @@ class Topology(_Data):
     name: str = ""
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     device: Device = Device()
-    cores: Annotated[int, Field(ge=1, strict=True)] | None = None
+    cores: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
         try:

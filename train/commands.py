@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG ...`, `jpipe launch -n N -- train CONFIG ...` and `jpipe simulate PLAN|CONFIG ...`."""
+"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, `jpipe plan CONFIG` and `jpipe simulate PLAN|CONFIG`."""
 
 import sys
 import traceback
@@ -96,6 +96,57 @@ def launch(
     if wrong := launcher.problem(num_processes, command, pin=pin):
         return _fail(printable(wrong), 2)
     return launcher.main(num_processes, command, pin=pin)
+
+
+@app.command
+def plan(
+    config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]")] = None,
+    overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
+    topology: Annotated[str, tyro.conf.arg(metavar="FILE|local")] = "local",
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    batch: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
+    up_to: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    rows: Annotated[int, tyro.conf.arg(metavar="ROWS")] = 1,
+    schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    profile_out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Find the plan that trains a model fastest on given machines, and fits. Nothing is trained.
+
+    Args:
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is left aside.
+        overrides: Replace one key of the config, such as model.depth=8.
+        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices of this one.
+        profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default found out.
+        batch: Rows between two updates; by default the config's batch size.
+        up_to: Fewer rows than that will do, where they train faster.
+        rows: Of a microbatch of a graph.txt.
+        schedules: Only these, such as pipedream_2bw,pipedream_flush.
+        workers: With local, how many; by default one on each device, and on CPUs one on each core.
+        out: Write the plan into this file, a JSON for plan.file.
+        profile_out: Write the profile into this file.
+        png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
+        explain: Tell the plans that do not fit, and by how much.
+        allow_code: Import and run the functions that a config names, as in train.
+    """
+    with interrupt.held():
+        from jpipe import InputError, keep_freed_memory
+        from train.plan import Files, main
+        from train.planning import Request
+    interrupt.check()
+
+    keep_freed_memory()
+    files = Files(config, profile, out, profile_out, png)
+    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), workers)
+    try:
+        main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
+    except InputError as error:
+        return _fail(str(error), 2)
+    return 0
 
 
 @app.command

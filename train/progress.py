@@ -61,6 +61,20 @@ class Reporter:
         self.say(f"{words}: {self._clock() - began:.1f} s")
 
     @contextmanager
+    def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
+        """Announce a part of the work that can be counted; the function inside is told how much of how much is done."""
+        began = self._clock()
+        if not self._console.is_terminal:
+            self.say(f"{words} …")
+            yield lambda done, total: None
+        else:
+            columns = TextColumn(words), BarColumn(), MofNCompleteColumn()
+            with Progress(*columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+        self.say(f"{words}: {self._clock() - began:.1f} s")
+
+    @contextmanager
     def training(self) -> Iterator[None]:
         """Show the bar until it ends."""
         if self._bar is None:

@@ -1,0 +1,182 @@
+"""What `jpipe plan` prints, writes and draws."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+from rich.console import Console
+
+import jpipe
+from jpipe import InputError
+from planner import table
+from planner.candidate import Candidate
+from planner.choose import Choice, Ranked
+from planner.compiled import Compiled
+from planner.draw import draw_choice
+from planner.profile import Profile
+from planner.topology import Topology
+from train import config_file
+from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search, sizes_for, topology_of
+from train.progress import Reporter
+from train.run_folder import write_atomically
+
+SHOWN = 10  # rows of the table
+EXPLAINED = 20  # of those that do not fit
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where to read and write; None: not at all.
+
+    Attributes:
+        config: a run's config; or
+        profile: a profile that is there, in its place, or beside it to save the time.
+        out: the plan.
+        profile_out: the profile that was made.
+        png: the picture.
+    """
+
+    config: str | None = None
+    profile: str | None = None
+    out: str | None = None
+    profile_out: str | None = None
+    png: str | None = None
+
+
+def main(
+    files: Files, request: Request, overrides: tuple[str, ...] = (), *, rows: int = 1, explain: bool = False, allow_code: bool = False
+) -> None:
+    """Find the best plan, say what was found, and write it.
+
+    Args:
+        files: where to read and write.
+        request: what is to be planned for.
+        overrides: `key=value` for the config.
+        rows: of a microbatch of a `graph.txt`.
+        explain: tell the plans that do not fit.
+        allow_code: import and run the functions that a config names.
+
+    Raises:
+        InputError: something does not fit; nothing was written.
+    """
+    console = Console(highlight=False)
+    reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
+    _check(files, request)
+    parts, workers = None, prepare(request)
+    if files.config is not None:
+        config = config_file.load(files.config, overrides, allow_code=allow_code)
+        parts = Parts.of(config, reporter)
+    batch = request.batch or (config.train.batch_size if files.config is not None else None)
+    if batch is None:
+        raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
+    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
+    with reporter.phase(f"searching plans for {topology.num_workers} workers and a batch of {batch} rows"):
+        choice, candidates = search(profile, topology, batch, request, parts is not None and parts.clip is not None)
+    if not choice.ranked:
+        raise InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
+    chosen, proof = choice.ranked[0], None
+    if parts is not None:
+        with reporter.phase("compiling the stages of the best plan"):
+            chosen, proof = prove(choice, parts, partial(_tell_misfit, reporter))
+    _tell(reporter, choice, chosen, proof, batch)
+    if explain:
+        for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
+            reporter.say(line)
+    _write(reporter, files, choice, chosen, candidates)
+
+
+def _check(files: Files, request: Request) -> None:
+    if files.config is None and files.profile is None:
+        raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
+    if files.config is None and request.topology == "local":
+        raise InputError(
+            "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
+        )
+    for option, value in (("--batch", request.batch), ("--workers", request.workers)):
+        if value is not None and value < 1:
+            raise InputError(f"{option}: expected 1 or more, found {value}")
+    for name in request.schedules:
+        if name not in jpipe.SCHEDULES:
+            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.nearest(name, jpipe.SCHEDULES)}")
+    for option, path, ending in (
+        ("--out", files.out, ".json"),
+        ("--profile-out", files.profile_out, ".json"),
+        ("--png", files.png, ".png"),
+    ):
+        if path is not None and Path(path).suffix.lower() != ending:
+            raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
+        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+            raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
+
+
+def _profile_and_topology(
+    files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int, reporter: Reporter
+) -> tuple[Profile, Topology]:
+    known = read_topology(request.topology) if request.topology != "local" else None
+    if files.profile is not None:
+        profile = read_profile(files.profile, rows)
+        if parts is not None:
+            profile.check_layers(parts.stack.ids)
+    else:
+        assert parts is not None
+        profile = profile_of(parts, known, sizes_for(batch), reporter)
+    return profile, known or topology_of(request, workers, profile)
+
+
+def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
+    candidate = ranked.candidate
+    reporter.say(
+        f"{table.schedule(candidate)}, {table.shape(candidate)}: seemed to fit, but its compiled stages lack "
+        f"{table.size(found.lacking or 0)}; looking at the next one"
+    )
+
+
+def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | None, batch: int) -> None:
+    profile, topology = choice.profile, choice.topology
+    limit = topology.device.memory
+    reporter.say(
+        f"{topology.name or 'topology'}: {topology.num_workers} × {topology.device.name}"
+        + (f" with {table.size(limit)}" if limit else "")
+        + f"; {profile.source} profile of {len(profile.layers)} layers; {choice.considered:,} candidates"
+    )
+    reporter.table(table.HEAD, table.rows(choice, SHOWN))
+    reporter.say("samples/s in closed form and as simulated, with what makes them differ by more than 10%; memory of the fullest worker")
+    candidate = chosen.candidate
+    if candidate.workers < topology.num_workers:
+        reporter.say(f"{candidate.workers} of {topology.num_workers} workers are used: more would not make it faster")
+    rank = choice.ranked.index(chosen) + 1
+    reporter.say(f"chosen: rank {rank}, {table.schedule(candidate)}, {table.shape(candidate)} stages")
+    plan = choice.plan(chosen)
+    held = chosen.memory if proof is None else proof.ranked.memory
+    for s, stage in enumerate(plan.stages):
+        layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+        error = "" if proof is None else f", the estimate was {proof.errors[s]:+.1%} off"
+        replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(held[s])}{error}")
+    if proof is None:
+        reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
+    if candidate.batch != batch:
+        reporter.say(f"the plan has {candidate.batch} rows between two updates: set train.batch_size to that")
+
+
+def _write(reporter: Reporter, files: Files, choice: Choice, chosen: Ranked, candidates: Sequence[Candidate]) -> None:
+    written: list[tuple[str, str, str | bytes]] = []
+    if files.png is not None:
+        image = BytesIO()
+        draw_choice(choice, candidates, chosen).savefig(image, format="png")
+        written.append(("--png", files.png, image.getvalue()))
+    if files.profile_out is not None:
+        written.append(("--profile-out", files.profile_out, choice.profile.to_json()))
+    if files.out is not None:
+        written.append(("--out", files.out, choice.plan(chosen).to_json()))
+    for option, path, content in written:
+        try:
+            write_atomically(Path(path).expanduser(), content)
+        except OSError as error:
+            raise InputError(f"{option}: cannot write '{path}': {error.strerror}; choose another file") from None
+    if written:
+        reporter.say("written: " + ", ".join(path for _, path, _ in written))
+    if files.out is not None and files.config is not None:
+        reporter.say(f"train with it: jpipe train {files.config} --set plan.file={files.out}")

@@ -1,0 +1,175 @@
+"""What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import InputError
+from planner.analyze import analyze
+from planner.candidate import Candidate
+from planner.candidates import find_candidates
+from planner.choose import Choice, Ranked, choose
+from planner.compiled import Compiled, compiled
+from planner.graph_txt import read_graph_txt
+from planner.local import local_topology, usable_cores
+from planner.measure import measure
+from planner.profile import Profile
+from planner.topology import Topology
+from train import data, model
+from train.build import force_cpu_devices, start_devices
+from train.config import Config
+from train.optimizer import optimizer
+from train.progress import Reporter
+
+MOST_SIZES = 6  # of microbatches to profile
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned for.
+
+    Attributes:
+        topology: a YAML file, or "local": the devices of this machine, their links measured.
+        batch: rows between two updates; None: the config's batch size.
+        up_to: whether fewer rows than `batch` will do.
+        schedules: those to try; none: all.
+        workers: of "local"; None: one on each device, on CPUs one on each core.
+    """
+
+    topology: str = LOCAL
+    batch: int | None = None
+    up_to: bool = False
+    schedules: tuple[str, ...] = ()
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a pipeline that a config names, without the plan."""
+
+    stack: jpipe.LayerStack
+    loss: Any
+    rule: optax.GradientTransformation
+    batch: Any
+    clip: float | None
+
+    @classmethod
+    def of(cls, config: Config, reporter: Reporter) -> "Parts":
+        """Read from a config; the data is looked at for its shapes."""
+        stack, loss = model.layers(config.model), model.loss(config.loss)
+        with reporter.phase("reading the data"):
+            batch = jax.tree.map(_spec, data.load(config).train[0])
+        params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
+        return cls(stack, loss, optimizer(config.optimizer, config.train.steps, params), batch, config.optimizer.clip_global_norm)
+
+    def rows(self, count: int) -> Any:
+        """What a batch of so many rows looks like."""
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct((count, *spec.shape[1:]), spec.dtype), self.batch)
+
+    def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
+        """With a plan."""
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip)
+
+
+def sizes_for(batch: int) -> tuple[int, ...]:
+    """Microbatch sizes to profile: divisors of the batch, each about twice the one before, the largest ones."""
+    divisors = [rows for rows in range(1, batch + 1) if batch % rows == 0]
+    kept = [divisors[-1]]
+    for rows in reversed(divisors):
+        if rows <= kept[-1] / 1.5:
+            kept.append(rows)
+    return tuple(sorted(kept[:MOST_SIZES]))
+
+
+def profile_of(parts: Parts, topology: Topology | None, sizes: Sequence[int], reporter: Reporter) -> Profile:
+    """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with."""
+    model_parts = parts.stack, parts.rows, parts.loss, parts.rule, sizes
+    if topology is None or not topology.device.flops:
+        with reporter.counting("profiling the layers on this device") as progress:
+            return measure(*model_parts, progress=progress)
+    with reporter.counting(f"profiling the layers for {topology.device.name}, on paper") as progress:
+        return analyze(*model_parts, topology.device, progress=progress)
+
+
+def read_topology(file: str) -> Topology:
+    """The topology of a YAML file.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    return Topology.from_yaml(read_text(file, "--topology"), where=file)
+
+
+def read_profile(file: str, rows: int) -> Profile:
+    """A profile of jpipe's as JSON, or PipeDream's as `graph.txt` (named *.txt), whose microbatches have so many rows.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    text = read_text(file, "--profile")
+    return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
+
+
+def read_text(file: str, option: str) -> str:
+    """The text of a file that an option names."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{option}: cannot read '{file}': {error.strerror}; name a file that is there") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{option}: expected text in UTF-8 in '{file}', found other bytes") from None
+
+
+def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool) -> tuple[Choice, list[Candidate]]:
+    """The ranking, and all candidates.
+
+    Raises:
+        InputError: no plan has such a batch.
+    """
+    allowed = request.schedules or tuple(jpipe.SCHEDULES)
+    schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
+    candidates = find_candidates(profile, topology, batch, exact=not request.up_to, schedules=schedules)
+    if not candidates:
+        raise InputError(
+            f"plan: no plan has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
+            f"{topology.num_workers} workers; profile other microbatch sizes, or allow another batch"
+        )
+    return choose(profile, topology, candidates), candidates
+
+
+def prove(choice: Choice, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Ranked, Compiled | None]:
+    """The best plan whose compiled stages fit; those before it that do not are told."""
+    for ranked in choice.ranked:
+        found = compiled(choice, ranked, parts.pipeline(choice.plan(ranked)), parts.rows(ranked.candidate.batch), jax.devices()[0])
+        if found.fits:
+            return ranked, found
+        tell(ranked, found)
+    raise InputError("plan: of no plan that seemed to fit do the compiled stages fit; allow recomputation or smaller microbatches")
+
+
+def prepare(request: Request) -> int | None:
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many workers that are, None: all devices."""
+    if request.topology != LOCAL:
+        return None
+    count = request.workers or usable_cores()
+    force_cpu_devices(count)
+    start_devices()
+    return request.workers or (count if jax.devices()[0].platform == "cpu" else None)
+
+
+def topology_of(request: Request, workers: int | None, profile: Profile | None) -> Topology:
+    """The one that is asked for; the local one is measured."""
+    if request.topology != LOCAL:
+        return read_topology(request.topology)
+    return local_topology(workers, dispatch=profile.dispatch if profile else 0.0)
+
+
+def _spec(rows: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(np.dtype(rows.dtype)))
