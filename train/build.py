@@ -176,10 +176,15 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
     Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read.
+        jpipe.InputError: the plan cannot be read, or has fewer workers than there are processes.
     """
     with named_as_in_the_config(config.file):
         count = config.workers if config.file is None else devices_of(read_plan(config.file))
+        if num_processes > count:
+            raise jpipe.InputError(
+                f"plan: expected at least as many workers as processes, found {count} for {num_processes} processes; start fewer, or use "
+                "more stages or replicas"
+            )
     force_cpu_devices(1 if count % num_processes else count // num_processes)
 
 

@@ -19,6 +19,7 @@ from typing import TextIO
 MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
 GRACE = 6.0  # seconds from the signal that asks the processes to end to the one that ends them
 _JPIPE = (sys.executable, "-P", "-m", "train.cli")  # -P: no train.py of the current folder's
+_LAST_WORDS = 3.0  # seconds from the first failure to the signal that ends the others
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
 _GLOO = b"[Gloo] Rank "  # it tells of every connection, and nothing stops it
@@ -75,6 +76,7 @@ class _Tree:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
         self._deadline: float | None = None  # when those that were asked to end are killed
+        self._patience: float | None = None  # until when the others of one that failed may say what they waited for
 
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
         """Start process `number`, on `core` if there is one for it."""
@@ -107,6 +109,8 @@ class _Tree:
             elif code is None and failed is not None:
                 code, how = _ending(self._processes[failed].returncode)
                 _print(f"jpipe: process {failed} {how}{'; ending the others' if living else ''}\n", sys.stderr)
+                self._patience = time.monotonic() + min(_LAST_WORDS, self._grace)
+            if self._patience is not None and time.monotonic() > self._patience and self._deadline is None:
                 self._end(signal.SIGTERM)
             if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self._end(signal.SIGKILL)
