@@ -15,6 +15,8 @@ from planner.profile import Profile
 class Stages:
     """Costs by stage, as `jpipe.sum_layer_costs` counts them; NumPy arrays over the stages, with a first axis of policies where told.
 
+    At the last stage residuals count as such, even if forward and backward are one program, whose temporaries they then are.
+
     Attributes:
         starts: the first layer of each stage.
         forward: seconds of one microbatch, dispatch included.
@@ -53,11 +55,15 @@ class Layers:
         known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.RECOMPUTE) - {"none", "full"}
         kept = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
         self.policies = ("none", *sorted(known, key=lambda policy: (-kept[policy], policy)), "full")
+        self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])
         self.forward = np.array([[one.forward for one in row] for row in at])
         self.backward = np.array([[one.backward for one in row] for row in at])
         self._outputs = np.array([[one.outputs for one in row] for row in at])
         self._temporary = np.array([[one.temporary for one in row] for row in at])
-        self._residuals = np.array([[[one.residuals[policy] for one in row] for row in at] for policy in self.policies[:-1]])
+        self._residuals, self._shared = (
+            np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
+            for name in ("residuals", "shared")
+        )
 
     @cached_property
     def _once(self) -> dict[str, Any]:
@@ -76,7 +82,9 @@ class Layers:
         inputs = np.append(profile.inputs[n], self._outputs[n, first[1:] - 1])
         labels = np.zeros_like(inputs)
         labels[-1] = profile.labels[n]
-        kept = np.concatenate([np.add.reduceat(self._residuals[:, n], first, axis=-1), inputs[None]])
+        shared = self._shared[:, n]
+        kept = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
+        kept[-1] = np.where(np.logical_and.reduceat(self._full_known, first), kept[-1], inputs)
         made_again = np.maximum(kept[0] - kept, 0)  # 0 where nothing is
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)

@@ -30,6 +30,7 @@ def gpt(blocks=4, *, head=0.5, sizes=(1, 2), weights=20_000, outputs=1_000):
                 "backward": 2 * forward * rows,
                 "outputs": outputs * rows,
                 "residuals": {"none": 1_000 * rows, "dots_saveable": 400 * rows},
+                "shared": {"none": 150 * rows},
                 "temporary": 100 * rows,
             }
             for rows in sizes
@@ -116,8 +117,10 @@ def test_stages_cost_what_their_layers_sum_up_to():
             for s, cost in enumerate(profile.stage_costs(plan, rows)):
                 for name in ("forward", "update", "weights", "optimizer", "state", "inputs", "outputs", "labels"):
                     assert getattr(stages, name)[s] == pytest.approx(getattr(cost, name))
-                for name in ("backward", "residuals", "temporary"):
+                for name in ("backward", "residuals"):
                     assert getattr(stages, name)[p, s] == pytest.approx(getattr(cost, name))
+                one_program = stages.residuals[p, s] if s == len(starts) - 1 else 0  # of forward and backward
+                assert stages.temporary[p, s] + one_program == cost.temporary
 
 
 def test_every_legal_plan_is_there_and_no_other():
@@ -172,7 +175,8 @@ def _memory(profile, candidate, policy):
     schedule, found = jpipe.SCHEDULES[plan.schedule], []
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         in_flight, replicas = schedule.in_flight(plan, s), plan.replicas[s]
-        sizes = (cost.weights, cost.optimizer, cost.state, cost.residuals, cost.inputs, cost.outputs, cost.temporary, cost.labels)
+        residuals = 0 if s == plan.depth - 1 and in_flight == 1 else cost.residuals  # in one program they are temporary
+        sizes = (cost.weights, cost.optimizer, cost.state, residuals, cost.inputs, cost.outputs, cost.temporary, cost.labels)
         sent = schedule.in_flight(plan, s - 1) * replicas if s else 0
         waiting, versions = waiting_inputs(in_flight, replicas, sent), schedule.versions_alive(plan, s)
         found.append(int(stage_bytes(*sizes, versions=versions, in_flight=in_flight, waiting=waiting, replicas=replicas)))
@@ -210,6 +214,8 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
     profile = gpt(7, outputs=20_000, sizes=(1,), weights=1_000)
     topology = levels((4, 1e9, 0.0), (2, 20_000.0, 0.0))  # a message takes as long as a forward; four pipelines share a card
     wide = [c for c in sweep(profile, topology, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
+    for candidate in (c for c in wide if jpipe.SCHEDULES[c.schedule].flushes):
+        assert candidate.seconds == pytest.approx(price(profile, topology, candidate))
     assert {c.bound for c in wide if not jpipe.SCHEDULES[c.schedule].flushes} == {"stage 0 computes"}
     narrow = levels((4, 1e9, 0.0), (2, 4_000.0, 0.0))
     wide = [c for c in sweep(profile, narrow, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
@@ -226,6 +232,8 @@ def test_more_in_flight_hides_a_slow_link():
         c.extra_in_flight: c for c in sweep(profile, levels((2, 1e9, 1.0)), 32, exact=True, schedules=["pipedream_2bw"]) if c.depth == 2
     }
     assert found[0].bound == "cut 0"
+    period = 3 * 1.1 + 2 * profile.dispatch + 0.5 / 32 + 1.0  # half of what two microbatches take for one round; updates take 0.6 and 0.4
+    assert found[0].seconds == pytest.approx(32 * period, rel=1e-5)
     assert found[1].bound.endswith("computes")
     assert found[1].seconds < 0.9 * found[0].seconds
     assert found[1].memory[0] > found[0].memory[0]
@@ -253,6 +261,19 @@ def test_a_sum_without_a_flush_is_waited_for_as_far_as_it_is_not_hidden():
     assert found["pipedream"] == pytest.approx(summed + update + 3 * period, rel=1e-4)  # one does
 
 
+def test_a_sum_of_a_later_stage_hides_behind_the_drain_and_the_fill():
+    profile, topology = gpt(sizes=(1,)), levels((2, 800.0, 0.0), (2, 1e9, 0.0))
+    back_to_front = profile.model_copy(update={"layers": profile.layers[::-1]})  # most weights in the last stage
+    found = [
+        c
+        for c in sweep(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
+        if c.depth == 2 and c.keep_together == "replicas"
+    ]
+    assert [c.bound for c in found] == ["sum of stage 1", "sum of stage 1"]
+    for candidate in found:
+        assert candidate.seconds == pytest.approx(price(back_to_front, topology, candidate))
+
+
 @pytest.mark.parametrize("bandwidth", [500.0, 50_000.0])
 def test_the_price_of_the_paper(bandwidth):
     profile, topology = gpt(sizes=(1,)), levels((2, bandwidth, 0.0), (2, 2_000.0, 0.0))
@@ -266,6 +287,9 @@ def test_the_price_of_the_paper(bandwidth):
     assert found["pipedream_2bw"] == found["pipedream"] == pytest.approx(max(8 * slot, sums))
     assert found["pipedream_flush"] == found["gpipe"] == pytest.approx(max(9 * slot, sums * 9 / 8))
     assert found["naive"] == pytest.approx(max(16 * slot, sums * 2))
+    light = gpt(head=0.1, sizes=(1,))  # its second stage is one block between two cuts
+    straight = [c for c in sweep(light, levels((4, 2_000.0, 0.0)), 16, exact=True, schedules=["gpipe"], price="paper") if c.depth == 4]
+    assert straight[0].seconds == pytest.approx(19 * (3 * 1 + 2 * profile.dispatch + 2 * 1_000 / 2_000))
 
 
 def test_more_memory_is_never_slower():
@@ -308,7 +332,7 @@ def test_equally_fast_plans_rank_by_stages_and_flush():
         base, starts=(0,), replicas=(4,), schedule="pipedream_flush", memory=(9,), seconds=base.seconds * (1 + 1e-14)
     )
     later = dataclasses.replace(fewer, schedule="pipedream")
-    more = dataclasses.replace(fewer, starts=(0, 1), replicas=(2, 2), policies=("none", "none"), memory=(1, 1))
+    more = dataclasses.replace(fewer, starts=(0, 1), replicas=(2, 2), policies=("none", "none"), memory=(1, 1), seconds=base.seconds)
     assert sorted([more, later, fewer], key=lambda candidate: candidate.rank) == [fewer, later, more]
 
 
