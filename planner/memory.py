@@ -28,7 +28,8 @@ def stage_bytes(
     A replicated stage sums the gradients of one update while it makes those of the next, and holds its layer state four times: its
     own, what it set aside for each of both, and what comes of the sum.
 
-    At the last stage, `simulate` takes the residuals for scratch memory of the one program that makes and uses them; here they count.
+    A gradient may arrive while the stage still does the forward before. Where stages differ in their replicas more of them can wait, and
+    `simulate` count up to a quarter more.
 
     Args:
         weights: of one version; as many bytes of gradients are summed.
@@ -47,7 +48,7 @@ def stage_bytes(
     """
     shared = np.greater(replicas, 1)
     kept = (versions + 1 + shared) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
-    return kept + in_flight * residuals + (waiting + 1) * inputs + outputs + labels + temporary
+    return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:

@@ -33,6 +33,9 @@ class Problem:
         memory: bytes of a worker; None: not limited.
         policies: recomputation policies that a stage may have. Each takes the cheapest that fits, of equal ones the first.
         sync_state: as in `jpipe.Plan`.
+
+    Raises:
+        InputError: no policy; or memory is limited and a layer has no residual bytes for one.
     """
 
     layers: Sequence[jpipe.LayerCost]
@@ -44,6 +47,15 @@ class Problem:
     memory: float | None = None
     policies: tuple[str, ...] = ("none",)
     sync_state: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise jpipe.InputError("policies: expected at least one recomputation policy, found none; 'none' is one")
+        for n, layer in enumerate(self.layers) if self.memory is not None else ():
+            for policy in set(self.policies) - {"full", *layer.residuals}:
+                raise jpipe.InputError(
+                    f"layer costs: layer {n} has no residual bytes for '{policy}', found {sorted(layer.residuals)}; leave out this policy"
+                )
 
     @cached_property
     def links(self) -> tuple[jpipe.Link, ...]:

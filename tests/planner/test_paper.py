@@ -2,10 +2,11 @@
 
 from functools import cache
 
-import jpipe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import jpipe
 from planner.paper import search_paper
 from planner.partition import Problem
 from planner.topology import Topology

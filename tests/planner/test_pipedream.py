@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-import jpipe
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import jpipe
 from planner.partition import Placed, Problem, evaluate
 from planner.pipedream import TIE, search
 from planner.topology import Topology
@@ -32,28 +33,28 @@ def problems(draw):
     for _ in range(draw(st.integers(1, 4 if np.prod(shape) > 6 else 5))):
         residuals = draw(st.integers(0, 20))
         layers.append(
-            dict(
-                forward=float(draw(st.integers(1 if most == 0 else 0, max(most, 1)))),
-                backward=float(draw(st.integers(0, most))),
-                outputs=draw(sizes),
-                weights=draw(sizes),
-                optimizer=draw(sizes),
-                state=draw(st.integers(0, 2)),
-                residuals={"none": residuals, "dots_saveable": draw(st.integers(0, residuals))},
-                shared={"none": draw(st.integers(0, residuals))},
-                update=draw(st.sampled_from([0.0, 1.0])),
-                temporary=draw(st.integers(0, 9)),
-            )
+            {
+                "forward": float(draw(st.integers(1 if most == 0 else 0, max(most, 1)))),
+                "backward": float(draw(st.integers(0, most))),
+                "outputs": draw(sizes),
+                "weights": draw(sizes),
+                "optimizer": draw(sizes),
+                "state": draw(st.integers(0, 2)),
+                "residuals": {"none": residuals, "dots_saveable": draw(st.integers(0, residuals))},
+                "shared": {"none": draw(st.integers(0, residuals))},
+                "update": draw(st.sampled_from([0.0, 1.0])),
+                "temporary": draw(st.integers(0, 9)),
+            }
         )
-    return dict(
-        layers=layers,
-        levels=levels,
-        microbatches=draw(st.sampled_from(["replicas", 1, 4, 6, 12])),
-        inputs=draw(sizes),
-        labels=draw(st.integers(0, 5)),
-        dispatch=draw(st.sampled_from([0.0, 0.5])),
-        policies=draw(st.sampled_from(POLICIES)),
-    )
+    return {
+        "layers": layers,
+        "levels": levels,
+        "microbatches": draw(st.sampled_from(["replicas", 1, 4, 6, 12])),
+        "inputs": draw(sizes),
+        "labels": draw(st.integers(0, 5)),
+        "dispatch": draw(st.sampled_from([0.0, 0.5])),
+        "policies": draw(st.sampled_from(POLICIES)),
+    }
 
 
 def build(layers, levels, **fields):
@@ -84,7 +85,10 @@ def exhaustive(problem):
             fitting.append((evaluate(problem, chosen).seconds, stages))
     best = min((seconds for seconds, _ in fitting), default=None)
     ties = [stages for seconds, stages in fitting if seconds <= best * (1 + TIE)]
-    order = lambda stages: (len(stages), sum(s.replicas for s in stages), [(s.stop, s.replicas) for s in stages])
+
+    def order(stages):
+        return (len(stages), sum(s.replicas for s in stages), [(s.stop, s.replicas) for s in stages])
+
     return best, min(ties, key=order, default=None), least
 
 
@@ -176,3 +180,12 @@ def test_the_plan_of_a_partition():
     assert evaluate(replace(problem, microbatches=12), stages).plan("abc", problem) == plan
     plan = evaluate(problem, stages).plan("abc", replace(problem, microbatches=12))
     assert (plan.microbatches, plan.update_every) == (12, "batch")
+
+
+def test_policies_that_cannot_be_counted_are_refused():
+    layers = [jpipe.LayerCost(1.0, 1.0, residuals={"none": 5}), jpipe.LayerCost(1.0, 1.0)]
+    with pytest.raises(jpipe.InputError, match=r"layer 1 has no residual bytes for 'none', found \[\]; leave out this policy"):
+        Problem(layers, Topology.flat(2, bandwidth=1.0), memory=100.0)
+    with pytest.raises(jpipe.InputError, match="at least one recomputation policy"):
+        Problem(layers, Topology.flat(2, bandwidth=1.0), policies=())
+    Problem(layers, Topology.flat(2, bandwidth=1.0), memory=100.0, policies=("full",))
