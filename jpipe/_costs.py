@@ -62,8 +62,8 @@ class LayerCost:
         weights: the parameters.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (`full` needs no
-            entry).
+        residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
+            for `full`, that is the stage input).
         shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage, by
             policy (nothing where there is no entry).
         update: time of one update.
@@ -141,7 +141,8 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
             if stage.recompute not in {"full", *layer.residuals}:
                 found = sorted(layer.residuals)
                 raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
-        residuals = before if stage.recompute == "full" else _residuals(own, stage.recompute)
+        known = all(stage.recompute in layer.residuals for layer in own)
+        residuals = _residuals(own, stage.recompute) if known else before
         fused = last and SCHEDULES[plan.schedule].in_flight(plan, s) == 1
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         costs.append(

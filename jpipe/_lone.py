@@ -59,7 +59,7 @@ class LoneStage:
         return trace_call(self._functions, device, _CALLS[name], [len(self.stage.layers)])
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of the (state, x, labels) that a forward was given, and of the (y, new state) that it returned, what its backward takes as `kept`."""
+        """Of the (state, x, labels) that a forward was given and the (y, new state) that it returned, what its backward takes as `kept`."""
         return self._functions.residuals.keep(arguments, outputs)
 
     @cached_property

@@ -37,9 +37,9 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     """Read a profile as PipeDream's profiler wrote it.
 
     The nodes become layers in a topological order, of those that could come next always the one with the smallest number. A cut
-    behind a layer carries every tensor that was made up to there and is used later, once. What an `Input` node tells is how long the
-    loader was waited for, so that it is no layer: what it holds are the inputs of the model. A forward leaves its own output to its
-    backward. Temporaries are not known.
+    behind a layer carries every tensor that was made up to there and is used later, once. The time of an `Input` node is how long the
+    loader was waited for, so that it is no layer: what it holds are the inputs of the model, there from the beginning. A forward
+    leaves its own output to its backward. Temporaries are not known.
 
     Args:
         text: of the file.
@@ -55,13 +55,17 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
         raise InputError(f"optimizer_factor: expected a number of bytes for each byte of parameters, such as 2, found {optimizer_factor}")
     nodes = _read(text, where)
     order = _in_a_line(nodes, where)
-    last_use = {name: max((order.index(other) for other in nodes[name].behind), default=-1) for name in order}
+    waits_for = {name: len(node.behind) for name, node in nodes.items()}
+    crossing = 0  # bytes of what is made and will be used
     layers = []
-    for n, name in enumerate(order):
+    for name in order:
         node = nodes[name]
+        crossing += node.outputs if node.behind else 0
+        for other in node.before:
+            waits_for[other] -= 1
+            crossing -= nodes[other].outputs if not waits_for[other] else 0
         if node.is_input:
             continue
-        crossing = sum(nodes[made].outputs for made in order[: n + 1] if last_use[made] > n)
         at = AtSize(forward=node.forward, backward=node.backward, outputs=crossing, residuals={"none": node.outputs})
         layers.append(LayerProfile(id=name, weights=node.weights, optimizer=round(optimizer_factor * node.weights), at=(at,)))
     if not layers:
@@ -102,7 +106,7 @@ def _read(text: str, where: str) -> dict[str, _Node]:
 def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
     parts = line.strip().split(" -- ")
     name, values = parts[0], dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", parts[-1]))
-    found = re.fullmatch(r"[A-Za-z_]*(\d+)", name)
+    found = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
     if len(parts) < 3 or found is None or tuple(values) != _FIELDS:
         raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
     forward, backward, outputs, weights = (_number(values[key], key, place) for key in _FIELDS)
@@ -117,24 +121,24 @@ def _number(text: str, key: str, place: str) -> float:
         values = [float(part) for part in text[1:-1].split(";")] if several else [float(text)]
     except ValueError:
         values = [math.nan]
-    if not all(0 <= value < math.inf for value in values):
+    if not (all(value >= 0 for value in values) and sum(values) < math.inf):
         raise InputError(f"{place}: {key}: expected a number, 0 or above, found {_short(text)}")
     return sum(values)
 
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
-    """A topological order; of the nodes that could come next always the one with the smallest number."""
+    """A topological order: the inputs, then of the nodes that could come next always the one with the smallest number."""
     missing = {name: len(node.before) for name, node in nodes.items()}
-    ready = [(node.number, name) for name, node in nodes.items() if not node.before]
+    ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
     heapq.heapify(ready)
     order = []
     while ready:
-        _, name = heapq.heappop(ready)
+        *_, name = heapq.heappop(ready)
         order.append(name)
         for other in nodes[name].behind:
             missing[other] -= 1
             if missing[other] == 0:
-                heapq.heappush(ready, (nodes[other].number, other))
+                heapq.heappush(ready, (not nodes[other].is_input, nodes[other].number, other))
     if len(order) < len(nodes):
         cycle = list(_cycle({name: node.before for name, node in nodes.items() if name not in order}))
         raise InputError(

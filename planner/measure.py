@@ -19,12 +19,14 @@ from planner.model import POLICIES, Batch, Costs, Meter, Model, Progress, parts_
 from planner.profile import Profile
 
 Tree = Any
-Seconds = Mapping[str, float]  # by program
+ByProgram = Mapping[str, float]
 
 SHORT = 2e-4  # seconds; programs that take less are timed in groups
 FEWEST = 3  # repetitions, however little time there is
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group that has no layers
+_Known = dict[tuple[tuple[str, ...], str, int | None], tuple[jax.stages.Compiled, float]]
+"""Programs and their FLOPs by group, name and rows."""
 
 
 def measure(
@@ -66,12 +68,13 @@ def measure(
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     costs: dict[tuple[str, int], Costs] = {}
     dispatch = []
+    known: _Known = {}
     for rows in model.sizes:
-        lone = _Bench(model, [(layer_id,) for layer_id in model.distinct], rows, device)
+        lone = _Bench(model, [(layer_id,) for layer_id in model.distinct], rows, device, known)
         meter.step()
         roughly, _ = lone.time(FEWEST, 0.0)
         groups = short_groups(model.stack.ids, model.like, roughly)
-        bench = lone if all(len(ids) == 1 for ids in groups) else _Bench(model, groups, rows, device)
+        bench = lone if all(len(ids) == 1 for ids in groups) else _Bench(model, groups, rows, device, known)
         found, empty = bench.time(repetitions, seconds / len(model.sizes))
         dispatch.append(empty)
         shares = [share for ids, taken in found.items() for share in split(taken, {i: lone.flops[model.like[i],] for i in ids}).items()]
@@ -84,7 +87,7 @@ def measure(
     return profile_of(model, costs, policies, meter, source="measured", device=name, dispatch=statistics.median(dispatch))
 
 
-def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], Seconds]) -> list[tuple[str, ...]]:
+def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
     """What is to be timed together: neighbours of which each is short, enough of them to be long; the other layers alone.
 
     Args:
@@ -107,12 +110,14 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
             groups[-1].append(layer_id)
         else:
             groups.append([layer_id])
-    kinds = {tuple(like[layer_id] for layer_id in group): tuple(group) for group in reversed(groups)}
+    kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for group in groups:
+        kinds.setdefault(tuple(like[layer_id] for layer_id in group), tuple(group))
     together = {layer_id for kind in kinds if len(kind) > 1 for layer_id in kind}
-    return [group for kind, group in reversed(kinds.items()) if len(kind) > 1 or kind[0] not in together]
+    return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
 
 
-def split(taken: Seconds, flops: Mapping[str, Mapping[str, float]]) -> dict[str, Seconds]:
+def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
     """The time of a group for each of its layers, in proportion to FLOPs; evenly where a program has none."""
     found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
     for name, seconds in taken.items():
@@ -128,23 +133,37 @@ class _Bench:
     Attributes:
         temporary: scratch bytes of each stage.
         flops: FLOPs of each stage's programs.
+
+    Args:
+        model: what is profiled.
+        groups: the layers of each stage.
+        rows: the microbatch size.
+        device: where it runs.
+        known: programs that are compiled already; new ones are added.
     """
 
-    def __init__(self, model: Model, groups: Sequence[tuple[str, ...]], rows: int, device: jax.Device) -> None:
+    def __init__(self, model: Model, groups: Sequence[tuple[str, ...]], rows: int, device: jax.Device, known: _Known) -> None:
         stages = {ids: model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
-        traced = {(ids, name): stage.trace(name, device) for ids, stage in stages.items() for name in PROGRAMS}
+        # An update is the same at all sizes, and a stage without work too.
+        keys = {(ids, name): (ids, name, None if name == "update" or ids == _EMPTY else rows) for ids in stages for name in PROGRAMS}
+        traced = {
+            keys[ids, name]: stage.trace(name, device) for ids, stage in stages.items() for name in PROGRAMS if keys[ids, name] not in known
+        }
         lowered = {key: program.lower() for key, program in traced.items()}
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
-            compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            known.update({key: (program, count_flops(traced[key], lowered[key])) for key, program in zip(lowered, compiled, strict=True)})
         batch = _filled(model.batch(rows), device)
-        self._runs, self.temporary, self.flops = {}, {}, {}
+        self._runs: dict[tuple[str, ...], _Run] = {}
+        self.temporary: dict[tuple[str, ...], int] = {}
+        self.flops: dict[tuple[str, ...], ByProgram] = {}
         for ids, stage in stages.items():
-            calls: dict[str, jax.stages.Compiled] = {name: compiled[ids, name] for name in PROGRAMS}
+            calls: dict[str, jax.stages.Compiled] = {name: known[keys[ids, name]][0] for name in PROGRAMS}
             self._runs[ids] = _Run(stage, batch, calls, device)
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
-            self.flops[ids] = {name: count_flops(traced[ids, name], lowered[ids, name]) for name in PROGRAMS}
+            self.flops[ids] = {name: known[keys[ids, name]][1] for name in PROGRAMS}
 
-    def time(self, repetitions: int, seconds: float) -> tuple[dict[tuple[str, ...], Seconds], float]:
+    def time(self, repetitions: int, seconds: float) -> tuple[dict[tuple[str, ...], ByProgram], float]:
         """Median times of each stage's programs, and of a program of a stage without work, which they are short of.
 
         Args:
@@ -167,20 +186,18 @@ class _Bench:
 
 
 class _Run:
-    """One stage with arrays: weights as they begin, inputs and labels where they are known, noise for what other stages would send."""
+    """One stage with arrays: inputs and labels where they are known, noise for all else; no time depends on what the numbers are."""
 
     def __init__(
         self, stage: jpipe.LoneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
     ) -> None:
         ids, stack = stage.stage.layers, stage.stack
         specs = {name: calls[name].args_info[0] for name in PROGRAMS}
-        _, state, x, labels, draw = (_filled(spec, device) for spec in specs["forward"])
+        params, state, x, labels, draw = (_filled(spec, device) for spec in specs["forward"])
         if ids[0] == stack.ids[0]:
             x = batch[0]
         if ids[-1] == stack.ids[-1]:
             labels = batch[1]
-        key = jax.device_put(jax.random.key(0), device)
-        params = {layer_id: _initialized(stage, layer_id, key)[0] for layer_id in ids}
         self._stage, self._calls, self._params, self._draw = stage, calls, params, draw
         self._arguments = state, x, labels
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
@@ -209,11 +226,6 @@ class _Run:
                 end = time.perf_counter()
                 self._params, self._optimizer, self._sums, _ = result
         return end - begin
-
-
-def _initialized(stage: jpipe.LoneStage, layer_id: str, key: jax.Array) -> tuple[Tree, Tree]:
-    x = stage.specs[layer_id].x
-    return jax.jit(lambda key: stage.stack.init_layer(layer_id, key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x)))(key)
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:

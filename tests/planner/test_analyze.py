@@ -1,0 +1,162 @@
+"""Analytic profiles: bytes equal to those of real stages, times by hand, loops counted, nothing allocated."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe import InputError
+from planner.analyze import analyze
+from planner.topology import Device
+from train.config import ModelConfig
+from train.gpt import gpt
+
+DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).sum(), jnp.asarray(labels.size, jnp.float32)
+
+
+def nats(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(), jnp.asarray(labels.size, jnp.float32)
+
+
+def floats(*shape):
+    return lambda rows: tuple(jax.ShapeDtypeStruct((rows, *shape), np.float32) for _ in "xy")
+
+
+class Normed(nn.Module):
+    """A layer with state."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(x.shape[-1])(x))
+
+
+def linear(n, m):
+    return lambda rngs: nnx.Linear(n, m, rngs=rngs)
+
+
+MODELS = {
+    "dense": (
+        # tanh keeps its output, which the next layer keeps as its input: once, if they are in one stage.
+        {"in": linear(6, 8), "tanh": jnp.tanh, "mid": linear(8, 8), "softmax": nn.softmax, "exp": jnp.exp, "out": linear(8, 6)},
+        floats(6),
+        squares,
+    ),
+    "state": ({"scale": lambda x: 2 * x, "norm": Normed(), "relu": nn.relu, "norm2": Normed(), "drop": jnp.sin}, floats(6), squares),
+    "gpt": (
+        gpt(ModelConfig(depth=3, width=16, heads=2, seq_len=8)).layers,
+        lambda rows: (jax.ShapeDtypeStruct((rows, 8), np.uint8), jax.ShapeDtypeStruct((rows, 8), np.int32)),
+        nats,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["none", "full", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.usefixtures("compiled_once")
+def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
+    layers, batch, loss = MODELS[name]
+    stack, optimizer = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9)
+    profile = analyze(stack, batch, loss, optimizer, [2], DEVICE, policies=[policy])
+    assert profile.ids == stack.ids
+    for stages in some_cuts(stack.ids, policy):
+        plan = jpipe.Plan(schedule="gpipe", microbatches=1, stages=stages)
+        expected = jpipe.Pipeline(stack, plan, loss, optimizer).costs(batch(2))
+        for found, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
+            for part in ("weights", "optimizer", "state", "residuals", "inputs"):
+                assert getattr(found, part) == getattr(exact, part), (stages, part)
+
+
+def some_cuts(ids, policy):
+    """All layers in one stage, each in its own, and in pairs, begun in two places."""
+    for size, shift in [(len(ids), 0), (1, 0), (2, 0), (2, 1)]:
+        starts = sorted({0, *range(shift, len(ids), size)})
+        runs = [ids[a:b] for a, b in itertools.pairwise([*starts, len(ids)])]
+        yield [{"layers": run, "recompute": policy} for run in runs]
+
+
+def test_times_of_a_dense_layer_by_hand():
+    stack = jpipe.LayerStack({"in": linear(64, 128), "mid": linear(128, 128), "out": linear(128, 64)})
+    profile = analyze(stack, floats(64), squares, optax.adam(1e-3), [512, 8], DEVICE)
+    assert (profile.source, profile.device, profile.sizes) == ("analytic", "toy", (8, 512))
+    small, large = profile.layers[1].at
+    weights = 4 * (128 * 128 + 128)
+    # At 512 rows the FLOPs take longest: a product forward, two backward, and some adding.
+    assert large.forward == pytest.approx(2 * 512 * 128 * 128 / 5e8, rel=0.02)
+    assert large.backward == pytest.approx(4 * 512 * 128 * 128 / 5e8, rel=0.02)
+    assert large.flops == pytest.approx(large.forward * 5e8)
+    # At 8 rows the memory does: weights, input and output forward, and for the backward the input is written again.
+    moved = weights + 2 * 8 * 128 * 4
+    assert small.forward == pytest.approx((moved + 8 * 128 * 4) / 1e8)
+    assert profile.layers[1].update == pytest.approx(2 * (weights + profile.layers[1].optimizer + weights + 4) / 1e8)
+
+
+class Recurrent(nn.Module):
+    """An LSTM over 50 positions, or over one."""
+
+    positions: int
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.RNN(nn.LSTMCell(x.shape[-1]))(x[:, : self.positions]).sum(1, keepdims=True)
+
+
+def test_every_turn_of_a_loop_counts(compiled_once):
+    stack = jpipe.LayerStack({"in": linear(32, 32), "one": Recurrent(1), "fifty": Recurrent(50), "out": linear(32, 32)})
+    profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE)
+    once, often = (profile.layers[n].at[0] for n in (1, 2))
+    product = 2 * 4 * 2 * 32 * 4 * 32  # rows × (input and state) × (four gates)
+    assert often.flops - once.flops == pytest.approx(49 * product, rel=0.05)
+    assert (often.backward - once.backward) * 5e8 == pytest.approx(49 * 2 * product, rel=0.3)
+
+
+def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
+    width = 100_000  # 40 GB of weights a layer
+    stack = jpipe.LayerStack(
+        {"in": linear(width, width), **{f"h{n}": linear(width, width) for n in range(30)}, "out": linear(width, width)}
+    )
+    told = []
+    profile = analyze(stack, floats(width), squares, optax.adam(1e-3), [1], DEVICE, progress=lambda done, total: told.append((done, total)))
+    assert profile.layers[5].weights == 4 * width * (width + 1)
+    assert all(layer.at == profile.layers[1].at for layer in profile.layers[1:-1])
+    # Three distinct layers, their bytes and those of the three kinds of neighbours.
+    assert told == [(n, 9) for n in range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (Device(name="toy"), "topology: device 'toy' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"),
+        (
+            Device(name="toy", flops={"float16": 1e9}),
+            "topology: device 'toy' has flops for float16, layer 'in' computes in float32; add them",
+        ),
+    ],
+)
+def test_a_device_without_the_figures(device, message):
+    stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 4)})
+    with pytest.raises(InputError) as caught:
+        analyze(stack, floats(4), squares, optax.sgd(0.1), [1], device)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
+def test_sizes_are_whole_numbers_of_rows(sizes):
+    stack = jpipe.LayerStack({"in": linear(4, 4)})
+    with pytest.raises(InputError, match="sizes: expected microbatch sizes, whole numbers of rows above 0, found"):
+        analyze(stack, floats(4), squares, optax.sgd(0.1), sizes, DEVICE)
+
+
+def test_a_loss_that_does_not_fit():
+    stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 5)})
+    with pytest.raises(InputError, match="loss: it does not take outputs"):
+        analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)

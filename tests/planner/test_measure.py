@@ -1,0 +1,102 @@
+"""Measured profiles: what is timed together, how a group's time is split, and that the bytes are those of the analytic profile."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from planner.analyze import analyze
+from planner.measure import measure, short_groups, split
+from planner.model import Model
+from planner.topology import Device
+
+LIKE = {"a": "a", "b": "b", "c": "b", "d": "d", "e": "b", "f": "f"}
+
+
+def roughly(**forward):
+    return {(layer_id,): {"forward": seconds, "backward": 2 * seconds, "update": 9.0} for layer_id, seconds in forward.items()}
+
+
+@pytest.mark.parametrize(
+    ("times", "groups"),
+    [
+        # All long: each distinct layer alone.
+        ({"a": 1e-3, "b": 1e-3, "d": 1e-3, "f": 1e-3}, [("a",), ("b",), ("d",), ("f",)]),
+        # b and its equals are short, and c stands beside b: e, alone between long ones, has its time from there.
+        ({"a": 1e-3, "b": 1e-5, "d": 1e-3, "f": 1e-3}, [("a",), ("b", "c"), ("d",), ("f",)]),
+        # All short: one group, if it is not long before it ends.
+        ({"a": 1e-5, "b": 1e-5, "d": 1e-5, "f": 1e-5}, [("a", "b", "c", "d", "e", "f")]),
+        ({"a": 1e-4, "b": 1e-4, "d": 1e-4, "f": 1e-4}, [("a", "b", "c"), ("d", "e", "f")]),
+        # Short ones of which none has a short neighbour are timed alone.
+        ({"a": 1e-5, "b": 1e-3, "d": 1e-5, "f": 1e-5}, [("a",), ("b",), ("d",), ("f",)]),
+    ],
+)
+def test_short_neighbours_are_timed_together(times, groups):
+    assert short_groups(tuple(LIKE), LIKE, roughly(**times)) == groups
+
+
+def test_the_time_of_a_group_is_split_by_flops():
+    flops = {"a": {"forward": 30.0, "update": 0.0}, "b": {"forward": 10.0, "update": 0.0}}
+    assert split({"forward": 4.0, "update": 1.0}, flops) == {"a": {"forward": 3.0, "update": 0.5}, "b": {"forward": 1.0, "update": 0.5}}
+
+
+def linear(n, m):
+    return lambda rngs: nnx.Linear(n, m, rngs=rngs)
+
+
+class Lookup(nnx.Module):
+    """A table of three rows: a number that is none of theirs would give NaN."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(3, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.table(x))
+
+
+def loss(outputs, labels):
+    return jnp.square(outputs - labels).sum(), jnp.asarray(labels.size, jnp.float32)
+
+
+def batch(rows):
+    return np.arange(rows) % 3, np.ones((rows, 4), np.float32)
+
+
+def ones(rows):
+    return np.ones((rows, 4), np.float32), np.ones((rows, 4), np.float32)
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_model_is_measured():
+    layers = {"in": Lookup, "tanh": jnp.tanh, "h0": linear(8, 8), "h1": linear(8, 8), "norm": lambda rngs: nnx.BatchNorm(8, rngs=rngs)}
+    stack = jpipe.LayerStack({**layers, "out": linear(8, 4)})
+    told = []
+    profile = measure(
+        stack, batch, loss, optax.adam(1e-3), [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: told.append((done, total))
+    )
+    assert (profile.source, profile.device, profile.sizes) == ("measured", "cpu", (2, 8))
+    assert profile.dispatch > 0
+    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
+    assert profile.layers[2].model_copy(update={"id": "h1"}) == profile.layers[3]
+    # What shapes tell is the same as without a device.
+    analytic = analyze(stack, batch, loss, optax.adam(1e-3), [2, 8], Device(flops={"float32": 1e9}))
+    for found, expected in zip(profile.layers, analytic.layers, strict=True):
+        assert (found.weights, found.optimizer, found.state) == (expected.weights, expected.optimizer, expected.state)
+        for at, other in zip(found.at, expected.at, strict=True):
+            assert (at.outputs, at.residuals, at.shared, at.flops) == (other.outputs, other.residuals, other.shared, other.flops)
+    # A plan of any cut can be simulated with it.
+    plan = jpipe.Plan.even(stack.ids, 3, "pipedream_2bw", 4)
+    assert jpipe.simulate(jpipe.lower(plan, 4), profile.stage_costs(plan, 8)).timeline
+
+
+def test_equal_layers_are_known_whatever_their_optimizer_does():
+    stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "a", "b", "c", "out")})
+    frozen = {"in": "adam", "a": "adam", "b": "none", "c": "adam", "out": "adam"}
+    masked = optax.multi_transform({"adam": optax.adam(1e-3), "none": optax.set_to_zero()}, frozen)
+    assert Model(stack, ones, loss, optax.adam(1e-3), (2,)).like == {"in": "in", "a": "a", "b": "a", "c": "a", "out": "out"}
+    model = Model(stack, ones, loss, masked, (2,))
+    assert model.like == {"in": "in", "a": "a", "b": "b", "c": "a", "out": "out"}
+    assert model.stage(["b"], 2).cost.optimizer < model.stage(["a"], 2).cost.optimizer
