@@ -49,6 +49,22 @@ class Stage(pydantic.BaseModel):
         return name
 
 
+class Predicted(pydantic.BaseModel):
+    """What a planner expects of a plan, to be held against the run; nothing runs differently for it.
+
+    Attributes:
+        batch_seconds: of one batch.
+        bubble: share of the workers' time in which they do not compute.
+        peak_bytes: for each stage the most bytes that a worker holds, scratch memory of its programs included.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    bubble: Annotated[float, Field(ge=0, le=1)]
+    peak_bytes: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+
+
 Devices = Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
 """For each stage the number of the device of each of its replicas."""
 
@@ -77,6 +93,7 @@ class Plan(pydantic.BaseModel):
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
         placement: for each stage the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; None: in order, as `keep_together` says.
+        predicted: what a planner expects of the plan; None: it was not asked.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
@@ -96,6 +113,7 @@ class Plan(pydantic.BaseModel):
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
     placement: Devices | None = None
+    predicted: Predicted | None = None
 
     def __init__(self, /, **fields: Any) -> None:
         try:

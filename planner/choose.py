@@ -72,8 +72,10 @@ class Choice:
     notes: tuple[str, ...] = ()
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
-        """The plan of one of them."""
-        return ranked.candidate.plan(self.profile.ids)
+        """The plan of one of them, with what is predicted of it."""
+        bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
+        predicted = jpipe.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
+        return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
 
 
 def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate], *, most: int = SIMULATED) -> Choice:

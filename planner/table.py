@@ -34,6 +34,11 @@ def schedule(candidate: Candidate) -> str:
     return " ".join([candidate.schedule, *options])
 
 
+def name(candidate: Candidate) -> str:
+    """Schedule and stages, for a sentence."""
+    return f"{schedule(candidate)} with {shape(candidate)} stages"
+
+
 def size(count: float) -> str:
     """`1.2 GB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -49,8 +54,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
         lines.append(
-            f"{schedule(candidate)}, {shape(candidate)}, {candidate.rows} rows: stage {stage} needs {size(limit + lacking)}, "
-            f"{size(lacking)} more than there are"
+            f"{name(candidate)}, {candidate.rows} rows: stage {stage} needs {size(limit + lacking)}, {size(lacking)} more than there are"
         )
     return lines
 
@@ -73,7 +77,7 @@ def what_would_fit(choice: Choice) -> list[str]:
         advice.append("a schedule with one weight version")
     change = ", ".join(advice) or "a smaller model, smaller layers or devices with more memory"
     return [
-        f"no plan fits: nearest is {schedule(best)} with {shape(best)} stages and {best.rows} rows a microbatch, where stage {stage} "
+        f"no plan fits: nearest is {name(best)} and {best.rows} rows a microbatch, where stage {stage} "
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
         f"what would make it fit: {change}",
     ]

@@ -11,21 +11,27 @@ import jax
 import optax
 
 import jpipe
+from planner.local import usable_cores
 from train import data, model
-from train.config import MOST_MICROBATCHES, Config, PlanConfig
+from train.config import AUTO, MOST_MICROBATCHES, Config, PlanConfig
 from train.optimizer import optimizer
 from train.progress import Reporter
 
 
-def build(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
     """What `config` describes, wherever it is to run. Nothing ran on a device.
+
+    Args:
+        config: of the run.
+        reporter: is told what takes long.
+        plan: where the config does not say which.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
     """
     with named_as_in_the_config(config.plan.file):
         stack, loss = model.layers(config.model), model.loss(config.loss)
-        plan = make_plan(config.plan, stack.ids)
+        plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
@@ -88,7 +94,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
     try:
         yield
     except jpipe.InputError as error:
-        where = {"plan: ": f"{plan_file}: "} if plan_file is not None else {}
+        where = {"plan: ": f"{plan_file}: "} if plan_file not in (None, AUTO) else {}
         for library, config in (where | {"clip_global_norm: ": "optimizer.clip_global_norm: "}).items():
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
@@ -179,7 +185,10 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
         jpipe.InputError: the plan cannot be read, or has fewer workers than there are processes.
     """
     with named_as_in_the_config(config.file):
-        count = config.workers if config.file is None else devices_of(read_plan(config.file))
+        if config.file == AUTO:  # one for each core, or one in each process
+            count = usable_cores() if num_processes == 1 else num_processes
+        else:
+            count = config.workers if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
                 f"plan: expected at least as many workers as processes, found {count} for {num_processes} processes; start fewer, or use "

@@ -1,5 +1,6 @@
 """The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, `jpipe plan CONFIG` and `jpipe simulate PLAN|CONFIG`."""
 
+import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ app = tyro.extras.SubcommandApp()
 def train(
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
+    plan: Annotated[str | None, tyro.conf.arg(metavar="FILE|auto")] = None,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -29,6 +31,7 @@ def train(
     Args:
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
+        plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
         coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are found out.
         num_processes: Several processes: how many.
@@ -46,6 +49,7 @@ def train(
     keep_freed_memory()
     code, count = 0, 1
     try:
+        overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
         settings = config_file.load(config, overrides, allow_code=allow_code)
         distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)

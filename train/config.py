@@ -34,6 +34,7 @@ def _usable_path(path: str) -> str:
 # The upper limits are far beyond what runs; they keep a slip of the keyboard from counting for hours or out of 32 bits.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 MOST_MICROBATCHES = 1024
+AUTO = "auto"  # in place of a plan's file
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Target = Annotated[str, AfterValidator(entry_point.check_form)]
@@ -125,7 +126,7 @@ class LossConfig(_OwnCode):
 class PlanConfig(_Section):
     """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
 
-    The keys are the arguments of `jpipe.Plan.even`.
+    The keys are the arguments of `jpipe.Plan.even`. With "auto" as the file the run begins with finding the best plan.
     """
 
     schedule: str = "pipedream_2bw"

@@ -1,6 +1,7 @@
 """A whole run, top to bottom: what is built, the run folder, the training loop, the report."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from rich.console import Console
 
 import jpipe
 from train import data, interrupt, report
+from train.auto import find_plan
 from train.build import build, check, prepare_devices
-from train.config import Config
+from train.config import AUTO, Config
 from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
 from train.progress import Reporter
@@ -31,6 +33,7 @@ class Summary:
     folder: Path | None
     predicted: jpipe.Window | None
     measured: jpipe.Window | None
+    planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
 
 
 def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0) -> Summary:
@@ -55,7 +58,8 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         together.alike(lambda: prepare_devices(config.plan, num_processes))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
-        pipe, batches = together.alike(lambda: ready(config, reporter))
+        plan = find_plan(config, reporter, together) if config.plan.file == AUTO else None
+        pipe, batches = together.alike(lambda: ready(config, reporter, plan))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
         folder = together.alike(lambda: make_folder(config, pipe.plan) if together.is_first else None)
@@ -73,9 +77,9 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
             raise
 
 
-def ready(config: Config, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
     """The pipeline and its data, all that can be refused before a device works refused."""
-    pipe, batches = build(config, reporter)
+    pipe, batches = build(config, reporter, plan)
     check(config, pipe, batches)
     return pipe, batches
 
@@ -102,7 +106,9 @@ def run(
                 reporter.say(line)
         with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
             state = pipe.init(jax.random.key(config.seed), batches.train[0])
-            sizes = pipe.costs(batches.train[0])
+            # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
+            here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
+            sizes = pipe.costs(batches.train[0], compiled_for=here)
         measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes)
         log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
         try:
@@ -113,6 +119,10 @@ def run(
                 measure.close()
                 if folder is not None:
                     write_report(config, pipe, folder, measure, reporter)
+    if folder is not None and measure.measured is not None and plan.predicted is not None:
+        measured = report.as_predicted(plan, measure.measured, [cost.temporary for cost in sizes])
+        folder.keep_planned(plan.predicted, measured)
+        summary = dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
     tell(summary, data.loss_unit(config), reporter)
     return summary
 
@@ -186,6 +196,8 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
         if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
             reporter.say(why)
+    if summary.planned:
+        reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.folder is None:
         return
     drawn = (summary.folder / "report.html").is_file()

@@ -18,6 +18,7 @@ from planner.draw import draw_choice
 from planner.profile import Profile
 from planner.topology import Topology
 from train import config_file
+from train.config import AUTO
 from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search, sizes_for, topology_of
 from train.progress import Reporter
 from train.run_folder import write_atomically
@@ -66,7 +67,7 @@ def main(
     _check(files, request)
     parts, workers = None, prepare(request)
     if files.config is not None:
-        config = config_file.load(files.config, overrides, allow_code=allow_code)
+        config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
     batch = request.batch or (config.train.batch_size if files.config is not None else None)
     if batch is None:
@@ -84,7 +85,7 @@ def main(
     if explain:
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
-    _write(reporter, files, choice, chosen, candidates)
+    _write(reporter, files, choice, chosen if proof is None else proof.ranked, candidates)
 
 
 def _check(files: Files, request: Request) -> None:
@@ -128,8 +129,7 @@ def _profile_and_topology(
 def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
     candidate = ranked.candidate
     reporter.say(
-        f"{table.schedule(candidate)}, {table.shape(candidate)}: seemed to fit, but its compiled stages lack "
-        f"{table.size(found.lacking or 0)}; looking at the next one"
+        f"{table.name(candidate)}: seemed to fit, but its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one"
     )
 
 
@@ -147,7 +147,7 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
     if candidate.workers < topology.num_workers:
         reporter.say(f"{candidate.workers} of {topology.num_workers} workers are used: more would not make it faster")
     rank = choice.ranked.index(chosen) + 1
-    reporter.say(f"chosen: rank {rank}, {table.schedule(candidate)}, {table.shape(candidate)} stages")
+    reporter.say(f"chosen: rank {rank}, {table.name(candidate)}")
     plan = choice.plan(chosen)
     held = chosen.memory if proof is None else proof.ranked.memory
     for s, stage in enumerate(plan.stages):

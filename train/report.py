@@ -78,6 +78,30 @@ def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> li
     return rows
 
 
+def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, temporaries: Sequence[int]) -> jpipe.Predicted:
+    """What was measured of a plan in the terms of the planner's prediction.
+
+    Args:
+        plan: that ran.
+        measured: a window of the run.
+        temporaries: for each stage the scratch memory of its programs, which no window shows.
+    """
+    held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+    peaks = tuple(peak + temporary for peak, temporary in zip(held, temporaries, strict=True))
+    return jpipe.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+
+
+def compare_with_plan(predicted: jpipe.Predicted, measured: jpipe.Predicted) -> list[Comparison]:
+    """What the planner predicted beside what was measured."""
+    rows = [
+        _comparison("time of a step", _time, [predicted.batch_seconds, measured.batch_seconds]),
+        _comparison("bubble (idle share)", _share, [predicted.bubble, measured.bubble]),
+    ]
+    for s, peaks in enumerate(zip(predicted.peak_bytes, measured.peak_bytes, strict=True)):
+        rows.append(_comparison(f"peak memory with temporaries, stage {s}", _bytes, list(peaks)))
+    return rows
+
+
 def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None, processes: int = 1) -> str | None:
     """What makes measured steps of so many processes take much longer than predicted, in words; None where they do not."""
     if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from jpipe import InputError, Plan
+from jpipe import InputError, Plan, Predicted
 from train.config import Config
 from train.config_file import to_yaml
 
@@ -55,6 +55,15 @@ class RunFolder:
         """
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
+
+    def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
+        """Write what the planner predicted and what was measured into `planned.json`.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
+        write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def rows(self) -> list[dict[str, int | float]]:
         """What was logged so far."""

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Seconds from the last words to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
 # 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
+_LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
 _joined: jpipe.Processes | None = None  # one run a process, as of JAX's runtime
 
 
@@ -89,6 +90,27 @@ class Together:
         if problem is not None:
             raise self.shared(problem)
         return cast(T, done)
+
+    def from_first(self, what: str, work: Callable[[], str]) -> str:
+        """The text that `work` gives in process 0, in all processes; the others wait for it.
+
+        Args:
+            what: it is, in words; once in a run.
+            work: called in process 0 only, for ten minutes at most.
+
+        Raises:
+            jpipe.InputError: of `work`, told by process 0.
+        """
+        text = self.alike(lambda: self._alone(what, work) if self.is_first else "")
+        if self.processes is None:
+            return text
+        if self.is_first:
+            self.processes.tell(what, list(map(float, text.encode())))
+        return bytes(map(int, self.processes.told(what, 0))).decode()
+
+    def _alone(self, what: str, work: Callable[[], str]) -> str:
+        with contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK):
+            return work()
 
     def start_devices(self, limit: float) -> None:
         """Start the devices of all processes, if there are several, and go on only if they are alike.

@@ -1,0 +1,42 @@
+"""`jpipe train --plan auto`: the plan is found when the run starts, by process 0, for the devices that there are."""
+
+import jpipe
+from planner import table
+from planner.local import local_topology
+from planner.profile import Profile
+from train.config import Config
+from train.planning import Parts, Request, profile_of, prove, search, sizes_for
+from train.progress import Reporter
+from train.together import Together
+
+
+def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.Plan:
+    """Profile on this device, measure the links, search and compile; the same plan in all processes, which all call this.
+
+    Args:
+        config: of the run; its batch size is that of the plan.
+        reporter: is told what was found.
+        together: the processes.
+
+    Raises:
+        jpipe.InputError: no plan fits.
+    """
+    parts = together.alike(lambda: Parts.of(config, reporter))
+    batch = config.train.batch_size
+    text = together.from_first("the profile of process 0", lambda: profile_of(parts, None, sizes_for(batch), reporter).to_json())
+    profile = Profile.from_json(text)
+    topology = local_topology(dispatch=profile.dispatch)
+
+    def best() -> str:
+        choice, _ = search(profile, topology, batch, Request(), parts.clip is not None)
+        if not choice.ranked:
+            raise jpipe.InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
+        chosen, proof = prove(choice, parts, lambda ranked, _: reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}"))
+        candidate = chosen.candidate
+        reporter.say(
+            f"plan: {table.name(candidate)}, {candidate.microbatches} microbatches of {candidate.rows} rows, expected "
+            f"{chosen.samples_per_second:,.4g} samples/s; the best of {choice.considered} candidates"
+        )
+        return choice.plan(chosen if proof is None else proof.ranked).to_json()
+
+    return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
