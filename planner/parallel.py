@@ -62,7 +62,11 @@ def sweep(
     run = _Sweep(profile, topology, batch, exact, tuple(schedules), price)
     found = [candidate for width, depth in run.full() for candidate in run.candidates(width, depth)]
     if all(candidate.over for candidate in found):
-        found += [candidate for width, depth in run.smaller() for candidate in run.candidates(width, depth)]
+        for width, depth in run.smaller():
+            fewer = list(run.candidates(width, depth))
+            found += fewer
+            if fewer and all(candidate.over for candidate in fewer):
+                break  # with less depth they fit even less
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
@@ -142,9 +146,9 @@ class _Sweep:
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """For each depth that leaves workers over, as many pipelines as can be."""
+        """For each depth that leaves workers over, the deepest first, as many pipelines as can be."""
         count = self.topology.num_workers
-        for depth in range(1, min(len(self.profile.ids), count) + 1):
+        for depth in range(min(len(self.profile.ids), count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))
 
