@@ -92,6 +92,8 @@ class Model:
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.LoneStage:
         """Consecutive layers as one stage."""
+        if recompute not in jpipe.RECOMPUTE:
+            raise InputError(f"policies: unknown recomputation policy '{recompute}'; {jpipe.nearest(recompute, jpipe.RECOMPUTE)}")
         stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
         return jpipe.LoneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
 

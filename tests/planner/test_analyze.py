@@ -156,6 +156,12 @@ def test_sizes_are_whole_numbers_of_rows(sizes):
         analyze(stack, floats(4), squares, optax.sgd(0.1), sizes, DEVICE)
 
 
+def test_an_unknown_policy():
+    stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 4)})
+    with pytest.raises(InputError, match="policies: unknown recomputation policy 'ful'; did you mean 'full'"):
+        analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE, policies=["ful"])
+
+
 def test_a_loss_that_does_not_fit():
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 5)})
     with pytest.raises(InputError, match="loss: it does not take outputs"):
