@@ -80,7 +80,7 @@ def _best(alone: list[Any], cuts: Any, starts: int) -> list[Any]:
 
 
 def _pieces(solved: list[_Solved], k: int, i: int, j: int, m: int) -> list[tuple[int, int, int]]:
-    """First layer, one past the last, and replicas of each stage behind A(i, j, m) of level k: of equal ones the least cut, the earliest."""
+    """The stages behind A(i, j, m) of level k, with their replicas: of equal ones those cut least, then earliest."""
     if k < 0:
         return [(i, j, 1)]
     level, everything = solved[k], len(solved[k - 1].best) - 1 if k else 1

@@ -170,6 +170,13 @@ def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
     assert found.bound == ("stage", 1)
 
 
+def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
+    layers = [jpipe.LayerCost(1.0, 2.0, outputs=9, weights=100), jpipe.LayerCost(1.0, 2.0, outputs=9), jpipe.LayerCost(3.0, 6.0)]
+    found = search(Problem(layers, Topology.flat(3, bandwidth=1.0)))  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more worker
+    assert [(stage.stop, stage.replicas) for stage in found.stages] == [(2, 1), (3, 1)]
+    assert (found.seconds, found.bound) == (9.0, ("stage", 1))
+
+
 def test_the_plan_of_a_partition():
     layers = [jpipe.LayerCost(1.0, 1.0, residuals={"none": 5}, weights=8)] * 3
     stages = [Placed(0, 1, 0, 3), Placed(1, 3, 3, 2, "full")]
