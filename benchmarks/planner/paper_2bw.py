@@ -92,7 +92,7 @@ def with_blocks(profile: Profile, count: int) -> Profile:
     first, block, last = (layer.model_copy(update={"at": layer.at[:1]}) for layer in (profile.layers[n] for n in (0, 1, -1)))
     blocks = [block.model_copy(update={"id": f"block_{n}"}) for n in range(count)]
     smallest = {name: getattr(profile, name)[:1] for name in ("sizes", "inputs", "labels")}
-    return profile.model_copy(update={**smallest, "layers": (first, *blocks, last)})
+    return Profile(**{**dict(profile), **smallest, "layers": (first, *blocks, last)})
 
 
 def parameters(profile: Profile) -> float:
