@@ -19,7 +19,7 @@ def shares(replicas, rng):
             forward=1.0,
             backward=2.0,
             outputs=rng.randint(1, 30),
-            weights=rng.randint(1, 40),
+            weights=rng.choice([1, 20, 400]),
             optimizer=rng.randint(0, 80),
             state=rng.randint(0, 3),
             residuals={"none": rng.randint(20, 60), "dots_saveable": rng.randint(5, 20)},
