@@ -116,8 +116,12 @@ class _Run:
             self._empty_to_empty(start, batches, drain)
 
     def instructions(self) -> list[Instruction]:
-        """In order of time; a stable sort keeps the topological order in which they were written where times are equal."""
-        return [self.written[i] for i in sorted(range(len(self.times)), key=self.times.__getitem__)]
+        """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
+
+        A stable sort keeps the topological order in which they were written.
+        """
+        computes = [isinstance(instruction, (Load, Forward, Backward, ForwardBackward)) for instruction in self.written]
+        return [self.written[i] for i in sorted(range(len(self.times)), key=lambda i: (self.times[i], computes[i]))]
 
     def versions(self) -> tuple[tuple[int, int], ...]:
         """For each worker the oldest version that a microbatch will still read, and the newest there is."""

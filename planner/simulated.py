@@ -40,7 +40,7 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topo
     Returns:
         None where it would take longer than some seconds.
     """
-    first = 2 * jpipe.batches_until_full(plan)
+    first = 2 * jpipe.batches_until_full(plan) + (4 if max(plan.replicas) > 1 else 0)  # hidden sums take longer to settle
     shown = first + BATCHES + 1
     if sum(plan.replicas) * plan.microbatches // max(plan.replicas) * shown > MOST_FORWARDS:
         return None

@@ -39,7 +39,7 @@ def name(candidate: Candidate) -> str:
     return f"{schedule(candidate)} with {shape(candidate)} stages"
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """`1.2 GB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:

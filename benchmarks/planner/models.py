@@ -1,4 +1,4 @@
-"""The models of the PipeDream papers as layer stacks, only ever profiled, and an Adam that keeps float32 copies of float16 weights.
+"""The models of the PipeDream papers as layer stacks, only ever profiled, and an Adam that keeps float32 copies of bfloat16 weights.
 
 The letters in the shapes: b rows, h w c an image, s positions, d width, v symbols.
 """
@@ -161,7 +161,7 @@ def gnmt(lstms: int, vocabulary: int = 32320, width: int = 1024, words: int = 48
 # GPT ---------------------------------------------------------------------------------------------------------------------
 
 
-HALF = {"dtype": jnp.float16, "param_dtype": jnp.float16}
+HALF = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 
 
 class Embedding(nn.Module):
@@ -177,7 +177,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block in float16, heads of 64 to 128."""
+    """One transformer block in bfloat16, heads of 64 to 128."""
 
     width: int
     heads: int
@@ -202,7 +202,7 @@ class Logits(nn.Module):
 
 
 def gpt(blocks: int, width: int, heads: int, sequence: int = 512, vocabulary: int = 51200) -> Model:
-    """A GPT in float16 with `blocks` blocks."""
+    """A GPT in bfloat16 with `blocks` blocks."""
     layers = {"embed": Embedding(vocabulary, width), **{f"block_{n}": Block(width, heads) for n in range(blocks)}}
 
     def batch(rows: int) -> tuple[Tree, Tree]:

@@ -1,0 +1,171 @@
+"""`jpipe plan` and `jpipe train --plan auto`: what they print, write and draw; every mistake is one message, exit code 2."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jpipe
+from planner.profile import Profile
+from planner.topology import Topology
+from train import auto, cli, planning
+from train.planning import sizes_for
+
+IDS = ("embed", "block_0", "head")
+MEASURED = "--set=train.steps=8", "--set=train.eval_every=8"  # long enough for a window that is traced
+BOTH = "--profile=profile.json", "--topology=two.yaml"
+TOPOLOGY = {"format": "jpipe-topology/1", "name": "two", "levels": [{"count": 2, "bandwidth": "1 GB/s"}], "device": {"memory": "1 GB"}}
+
+
+def profile(ids=IDS, seconds=0.01, weights=10**6) -> Profile:
+    """Every layer the same."""
+    at = [
+        {"forward": seconds * n, "backward": 2 * seconds * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}}
+        for n in (1, 2)
+    ]
+    layers = [{"id": i, "weights": weights, "optimizer": 2 * weights, "at": at} for i in ids]
+    return Profile(source="measured", sizes=(1, 2), inputs=(8, 16), labels=(8, 16), layers=layers)
+
+
+@pytest.fixture
+def files(tmp_path, tiny, monkeypatch):
+    """A folder with a config, a profile of its model and a topology; it is the current one."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
+    Path("profile.json").write_text(profile().to_json())
+    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY))
+    return tmp_path
+
+
+def planned(capsys, *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_the_best_plan_is_told_written_and_drawn(files, capsys):
+    out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
+    head = next(line for line in out.splitlines() if line.startswith("rank"))
+    for column in ("schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by"):
+        assert column in head
+    assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two workers
+    assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, the estimate was [+-][\d.]+% off", out)
+    assert "all kinds of plans fit" in out
+    assert "train with it: jpipe train tiny.yaml --set plan.file=plan.json" in out
+    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+    assert plan.layers == IDS
+    assert plan.replicas == (2,)
+    assert plan.predicted is not None
+    assert plan.predicted.batch_seconds == pytest.approx(3 * 2 * 0.03, rel=0.01)
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(files, capsys):
+    planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
+    assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"planned +measured +ratio", out)
+    assert re.search(r"peak memory with temporaries, stage 0 ", out)
+    kept = json.loads((files / "run" / "planned.json").read_text())
+    assert kept["predicted"] == jpipe.Plan.from_json(Path("plan.json").read_text()).predicted.model_dump(mode="json")
+    assert kept["measured"]["batch_seconds"] > 0
+
+
+def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(planning, "measure", lambda *model, progress: seen.append(model) or profile())
+    monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
+    assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
+    out = capsys.readouterr().out
+    assert seen[0][-1] == sizes_for(4)
+    assert re.search(r"plan: .* with .* stages, \d microbatch\w* of \d rows, expected .* samples/s; the best of \d+ candidates", out)
+    assert re.search(r"planned +measured +ratio", out)
+    assert yaml.safe_load((files / "run" / "config.yaml").read_text())["plan"] == {"file": "auto"}
+    assert jpipe.Plan.from_json((files / "run" / "plan.json").read_text()).layers == IDS
+
+
+def test_a_profile_alone_is_planned_for_a_file(files, capsys):
+    out = planned(capsys, "--profile=profile.json", "--topology=two.yaml", "--batch=4", "--out=plan.json")
+    assert "memory is estimated from the profile" in out
+    assert "train with it" not in out
+    assert jpipe.Plan.from_json(Path("plan.json").read_text()).layers == IDS
+
+
+def test_a_graph_of_the_original_is_planned(files, capsys):
+    node = "node{} -- Dense -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=40.0"
+    Path("graph.txt").write_text("\n".join([node.format(1), node.format(2), "\tnode1 -- node2"]) + "\n")
+    out = planned(capsys, "--profile=graph.txt", "--rows=2", "--topology=two.yaml", "--batch=8", "--out=plan.json")
+    assert "imported profile of 2 layers" in out
+    assert jpipe.Plan.from_json(Path("plan.json").read_text()).layers == ("node1", "node2")
+
+
+def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
+    Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
+    out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
+    assert re.search(r"\d of 16 workers are used", out)
+
+
+def test_clipping_leaves_the_schedules_that_flush(files, capsys):
+    arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
+    out = planned(capsys, *arguments)
+    assert "pipedream_2bw" not in out
+    assert jpipe.SCHEDULES[jpipe.Plan.from_json(Path("plan.json").read_text()).schedule].flushes
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):
+    Path("big.json").write_text(profile(weights=10**9).to_json())
+    assert cli.main(["plan", "--profile=big.json", "--topology=two.yaml", "--batch=4", "--out=plan.json"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(r"no plan fits: nearest is .*, where stage \d needs [\d.]+ GB of 1 GB, [\d.]+ GB too much", err)
+    assert "what would make it fit: " in err
+    assert "workers" in err
+    assert not Path("plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"expected a CONFIG or --profile FILE, found neither"),
+        (["--profile=profile.json"], r"--topology: a profile is planned for machines that a file describes"),
+        ([*BOTH], r"--batch: a profile does not say how many rows"),
+        ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
+        (["tiny.yaml", "--workers=0"], r"--workers: expected 1 or more, found 0"),
+        (["--profile=profile.json", "--topology=no.yaml", "--batch=4"], r"--topology: cannot read 'no.yaml': No such file"),
+        (["--profile=no.json", "--topology=two.yaml", "--batch=4"], r"--profile: cannot read 'no.json': No such file"),
+        (["--profile=two.yaml", "--topology=two.yaml", "--batch=4"], r"two.yaml: expected a profile as JSON"),
+        (
+            ["--profile=profile.json", "--topology=profile.json", "--batch=4"],
+            r"profile.json: expected YAML with 'format: jpipe-topology/1'",
+        ),
+        (
+            ["tiny.yaml", *BOTH, "--set", "model.depth=2"],
+            r"profile: layer 2 is 'head', the model has",
+        ),
+        (
+            ["tiny.yaml", *BOTH, "--schedules=gpip"],
+            r"unknown schedule 'gpip'; did you mean 'gpipe'",
+        ),
+        (["tiny.yaml", *BOTH, "--out=plan.yaml"], r"--out: expected a name that ends in .json"),
+        (["tiny.yaml", *BOTH, "--png=no/p.png"], r"--png: there is no folder for 'no/p.png'"),
+        (
+            ["tiny.yaml", *BOTH, "--set", "plan.num_stages=3"],
+            r"would mean nothing beside plan.file",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(files, capsys, arguments, message):
+    code = cli.main(["plan", *arguments])
+    printed = capsys.readouterr()
+    assert code == 2
+    assert re.search(message, printed.err)
+    assert "Traceback" not in printed.err
+
+
+def test_sizes_are_divisors_of_the_batch_largest_first_kept():
+    assert sizes_for(32) == (1, 2, 4, 8, 16, 32)
+    assert sizes_for(7) == (1, 7)
+    assert sizes_for(1024) == (32, 64, 128, 256, 512, 1024)
+    assert all(60 % rows == 0 for rows in sizes_for(60))
