@@ -22,11 +22,16 @@ class Runner:
         self._pipe, self._batch = pipe, batch
         self._state = pipe.init(jax.random.key(0), batch)
 
-    def __call__(self, steps: int) -> dict[str, Any]:
-        """Run so many steps, all dispatched as fast as the devices take them, and wait for what they have begun."""
+    def __call__(self, steps: int, tracer: jpipe.Tracer | None = None) -> dict[str, Any]:
+        """Run so many steps, all dispatched as fast as the devices take them, and wait for what they have begun.
+
+        Args:
+            steps: how many.
+            tracer: observes them, in place of the clock; then there are no ends.
+        """
         clock = _UpdateClock()
         for _ in range(steps):
-            self._state, _ = self._pipe.step(self._state, self._batch, observe=clock)
+            self._state, _ = self._pipe.step(self._state, self._batch, observe=tracer or clock)
         jax.block_until_ready(self._state)
         return {"ends": clock.finish()}
 

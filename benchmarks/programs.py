@@ -68,8 +68,20 @@ class Program:
         Raises:
             ProgramFailed: a process ended, or the time is over.
         """
+        return self.ask(str(steps), seconds)
+
+    def ask(self, line: str, seconds: float = RUN_SECONDS) -> list[dict[str, Any]]:
+        """Tell all processes a line; what each of them answers.
+
+        Args:
+            line: what the program understands.
+            seconds: how long to wait for each.
+
+        Raises:
+            ProgramFailed: a process ended, or the time is over.
+        """
         for process in self._processes:
-            process.tell(str(steps))
+            process.tell(line)
         return [self._answer(process, seconds) for process in self._processes]
 
     def close(self) -> None:

@@ -1,0 +1,159 @@
+"""All legal plans of the default GPT over two and four processes of this machine: predicted, measured, and what the planner would choose.
+
+Each process has a core, two of four share one. Process 0 profiles the layers on its core; nothing else is fitted to the machine.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jpipe
+from benchmarks.peers.__main__ import ENVIRONMENT
+from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
+from benchmarks.programs import Program, ProgramFailed, free_port, python_module, steps_per_second
+from planner.candidates import find_candidates
+from planner.choose import choose
+from planner.profile import Profile
+from planner.simulated import Simulated, simulated
+from planner.topology import Topology
+from train import gpt
+
+COUNTS = (2, 4)
+SECONDS = 2.5  # that a plan is measured for, at least eight steps
+UNEVEN = ("pipedream",)  # schedules whose stages may have different replicas here; each is legal with all, which would take hours
+
+
+class Row(NamedTuple):
+    """One plan."""
+
+    plan: jpipe.Plan
+    rows: int
+    predicted: Simulated
+    seconds: float
+    peaks: dict[int, int]
+
+    @property
+    def time_ratio(self) -> float:
+        """Measured ÷ predicted."""
+        return self.seconds / self.predicted.batch_seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        """Measured ÷ predicted, of the worker where they differ most."""
+        return max((self.peaks[w] / self.predicted.peak_bytes[w] for w in self.peaks), key=lambda ratio: abs(ratio - 1))
+
+
+def name_of(plan: jpipe.Plan, rows: int) -> str:
+    """`pipedream 2·1·1, 8 × 4 rows, 0 1 2`: schedule, replicas, microbatches, and the first layer of each stage."""
+    starts = [0, *itertools.accumulate(len(stage.layers) for stage in plan.stages)][:-1]
+    return f"{plan.schedule} {'·'.join(map(str, plan.replicas))}, {plan.microbatches} × {rows} rows, {' '.join(map(str, starts))}"
+
+
+def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS) -> list[dict[str, Any]]:
+    """Measure, print, and give the figures.
+
+    Args:
+        names: only plans whose names contain one of them.
+        counts: of processes.
+    """
+    return [_measure(count, names) for count in counts]
+
+
+def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
+    """All plans of the default GPT on so many workers with the default batch, each with the rows of a microbatch."""
+    ids = gpt.gpt(MODEL).ids
+    for depth in range(1, min(workers, len(ids)) + 1):
+        splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
+        cuts = list(itertools.combinations(range(1, len(ids)), depth - 1))
+        for rows, replicas, cut, schedule in itertools.product(SIZES, splits, cuts, jpipe.SCHEDULES):
+            if (depth == 1 and schedule != "pipedream_flush") or (len(set(replicas)) > 1 and schedule not in UNEVEN):
+                continue
+            starts = (0, *cut, len(ids))
+            stages = [{"layers": ids[a:b], "replicas": r} for a, b, r in zip(starts, starts[1:], replicas, strict=False)]
+            try:
+                yield jpipe.Plan(schedule=schedule, microbatches=BATCH // rows, stages=stages), rows
+            except jpipe.InputError:  # a number of replicas that does not divide the microbatches, too few microbatches for 2BW
+                continue
+
+
+def _measure(count: int, names: tuple[str, ...]) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    port = free_port()
+    commands = [python_module("benchmarks.planner.plan_runner", index, count, port) for index in range(count)]
+    found: list[Row] = []
+    with Program("plans", commands, [cores[index % len(cores)] for index in range(count)], ENVIRONMENT) as program:
+        facts = program.facts()[0]
+        profile = Profile(**facts["profile"])
+        topology = Topology(**(facts["topology"] | {"cores": len(cores)}))
+        print(f"{count} processes on {len(cores)} cores: {profile.dispatch * 1e6:.0f} µs a dispatch, links {topology.levels[0]}")
+        for plan, rows in legal_plans(count):
+            if names and not any(name in name_of(plan, rows) for name in names):
+                continue
+            roughly = simulated(plan, profile.stage_costs(plan, rows), topology)
+            steps = 8 if roughly is None else max(8, round(SECONDS / roughly.batch_seconds))
+            try:
+                answers = program.ask(json.dumps({"plan": plan.model_dump(mode="json"), "steps": steps}))
+            except ProgramFailed as error:
+                print(f"bench-planner: {name_of(plan, rows)}: {error}", file=sys.stderr)
+                break
+            predicted = simulated(plan, _costs(profile, plan, rows, answers), topology)
+            assert predicted is not None
+            seconds = count / steps_per_second([answer["ends"] for answer in answers])
+            peaks = {int(w): size for answer in answers for w, size in answer["peaks"].items()}
+            found.append(Row(plan, rows, predicted, seconds, peaks))
+            _print(found[-1])
+    return _summary(count, found, profile, topology)
+
+
+def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.StageCost]:
+    """Times from the profile, sizes from the compiled stages, as `jpipe plan` has them in the end."""
+    times = profile.stage_costs(plan, rows)
+    costs = []
+    for s, (size, time) in enumerate(zip(answers[0]["costs"], times, strict=True)):
+        temporary = max(answer["costs"][s]["temporary"] for answer in answers)
+        own = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
+        costs.append(jpipe.StageCost(**{**size, **own}))
+    return costs
+
+
+def _print(row: Row) -> None:
+    print(
+        f"{name_of(row.plan, row.rows):<52} predicted {row.predicted.batch_seconds * 1e3:7.1f} ms  measured {row.seconds * 1e3:7.1f} ms  "
+        f"{row.time_ratio:.2f}  memory {row.memory_ratio:.2f}",
+        flush=True,
+    )
+
+
+def _summary(count: int, found: list[Row], profile: Profile, topology: Topology) -> dict[str, Any]:
+    predicted = [BATCH / row.predicted.batch_seconds for row in found]
+    measured = [BATCH / row.seconds for row in found]
+    ratios = [row.time_ratio for row in found]
+    worst = max(found, key=lambda row: abs(row.time_ratio - 1))
+    memory = max(found, key=lambda row: abs(row.memory_ratio - 1))
+    best = min(found, key=lambda row: row.seconds)
+    choice = choose(profile, topology, find_candidates(profile, topology, BATCH))
+    chosen = next((row for ranked in choice.ranked for row in found if _same(choice.plan(ranked), row.plan)), None)
+    figures: dict[str, Any] = {
+        "processes": count,
+        "plans": len(found),
+        "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
+        "median ratio": statistics.median(ratios),
+        "within 15%": sum(abs(ratio - 1) <= 0.15 for ratio in ratios) / len(ratios),
+        "worst": [name_of(worst.plan, worst.rows), worst.time_ratio],
+        "worst memory": [name_of(memory.plan, memory.rows), memory.memory_ratio],
+        "best measured": [name_of(best.plan, best.rows), best.seconds],
+        "chosen": None if chosen is None else [name_of(chosen.plan, chosen.rows), chosen.seconds, chosen.seconds / best.seconds],
+    }
+    for name, figure in figures.items():
+        print(f"  {name}: {figure}")
+    return figures
+
+
+def _same(plan: jpipe.Plan, other: jpipe.Plan) -> bool:
+    return plan.model_copy(update={"predicted": None}) == other
