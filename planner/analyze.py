@@ -14,7 +14,7 @@ import optax
 import jpipe
 from jpipe import InputError
 from planner.flops import count_flops
-from planner.model import POLICIES, Batch, Costs, Meter, Model, Progress, parts_of_bytes, profile_of
+from planner.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
 from planner.profile import Profile
 from planner.topology import Device
 
@@ -70,7 +70,7 @@ def analyze(
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
         meter.step()
-    return profile_of(model, costs, policies, meter, source="analytic", device=device.name)
+    return profile_of(model, costs, count_bytes(model, policies, meter), source="analytic", device=device.name)
 
 
 def _traffic(cost: jpipe.StageCost) -> dict[str, int]:

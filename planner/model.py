@@ -22,6 +22,9 @@ Batch = Callable[[int], tuple[Tree, Tree]]
 Progress = Callable[[int, int], None]
 """Called with how many parts of the work are done, and how many there are."""
 
+Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.StageCost]]
+"""By what they equal one layer, or two neighbours, as a stage; by rows and recomputation policy."""
+
 POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
 
 
@@ -138,21 +141,31 @@ class Meter:
             self._progress(self._done, self._total)
 
 
-def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], policies: Sequence[str], meter: Meter, **fields: Any) -> Profile:
-    """The profile: bytes from shapes, the rest from `costs`.
+def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
+    """What each distinct layer holds as a stage of its own, and each pair of neighbours as one, at all sizes.
+
+    Args:
+        model: what is profiled.
+        policies: for which the residuals are counted; "none" in any case.
+        meter: is told of `parts_of_bytes` parts.
+    """
+    policies = tuple(dict.fromkeys(("none", *policies)))
+    held: Held = {}
+    for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
+        held[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
+        meter.step()
+    return held
+
+
+def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, **fields: Any) -> Profile:
+    """The profile.
 
     Args:
         model: what is profiled.
         costs: of each distinct layer at each size.
-        policies: for which the residuals are counted; "none" in any case.
-        meter: is told of `parts_of_bytes` parts.
+        held: what `count_bytes` found.
         fields: of `Profile`, what is not known here.
     """
-    policies = tuple(dict.fromkeys(("none", *policies)))
-    held: dict[tuple[str, ...], dict[tuple[int, str], jpipe.StageCost]] = {}
-    for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
-        held[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
-        meter.step()
 
     def shared(like: str, after: str | None, rows: int, policy: str) -> int:
         if after is None:
@@ -169,8 +182,8 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], policies: S
                 forward=costs[like, rows].forward,
                 backward=costs[like, rows].backward,
                 outputs=own[rows, "none"].outputs if behind else 0,
-                residuals={policy: own[rows, policy].residuals for policy in policies},
-                shared={policy: shared(like, after, rows, policy) for policy in policies},
+                residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
+                shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
                 temporary=costs[like, rows].temporary,
                 flops=costs[like, rows].flops,
             )

@@ -1,11 +1,13 @@
 """`jpipe train --plan auto`: the plan is found when the run starts, by process 0, for the devices that there are."""
 
+import jax
+
 import jpipe
 from planner import table
 from planner.local import local_topology
 from planner.profile import Profile
 from train.config import Config
-from train.planning import Parts, Request, profile_of, prove, search, sizes_for
+from train.planning import Parts, Request, profile_of, prove, search
 from train.progress import Reporter
 from train.together import Together
 
@@ -23,7 +25,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     """
     parts = together.alike(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
-    text = together.from_first("the profile of process 0", lambda: profile_of(parts, None, sizes_for(batch), reporter).to_json())
+    text = together.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, jax.device_count(), reporter).to_json())
     profile = Profile.from_json(text)
     topology = local_topology(dispatch=profile.dispatch)
 

@@ -15,11 +15,12 @@ from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
 from planner.compiled import Compiled
 from planner.draw import draw_choice
+from planner.local import local_topology
 from planner.profile import Profile
 from planner.topology import Topology
 from train import config_file
 from train.config import AUTO
-from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search, sizes_for, topology_of
+from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
 from train.run_folder import write_atomically
 
@@ -122,8 +123,11 @@ def _profile_and_topology(
             profile.check_layers(parts.stack.ids)
     else:
         assert parts is not None
-        profile = profile_of(parts, known, sizes_for(batch), reporter)
-    return profile, known or topology_of(request, workers, profile)
+        profile = profile_of(parts, known, batch, known.num_workers if known else workers or 1, reporter)
+    if known is None:
+        with reporter.phase("measuring the links of this machine"):
+            known = local_topology(workers, dispatch=profile.dispatch)
+    return profile, known
 
 
 def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:

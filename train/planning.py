@@ -1,6 +1,6 @@
 """What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from planner.candidates import find_candidates
 from planner.choose import Choice, Ranked, choose
 from planner.compiled import Compiled, compiled
 from planner.graph_txt import read_graph_txt
-from planner.local import local_topology, usable_cores
+from planner.local import usable_cores
 from planner.measure import measure
 from planner.profile import Profile
 from planner.topology import Topology
@@ -27,7 +27,8 @@ from train.config import Config
 from train.optimizer import optimizer
 from train.progress import Reporter
 
-MOST_SIZES = 6  # of microbatches to profile
+MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
+SECONDS = 8.0  # to measure in, compilation apart
 LOCAL = "local"
 
 
@@ -78,24 +79,37 @@ class Parts:
         return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip)
 
 
-def sizes_for(batch: int) -> tuple[int, ...]:
-    """Microbatch sizes to profile: divisors of the batch, each about twice the one before, the largest ones."""
+def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
+    """Microbatch sizes to profile: divisors of the batch, each about twice the one before.
+
+    The largest is about twice the share that each worker has of the batch: with larger ones pipelines are mostly empty.
+    """
     divisors = [rows for rows in range(1, batch + 1) if batch % rows == 0]
-    kept = [divisors[-1]]
+    kept = [max(rows for rows in divisors if rows == 1 or rows * workers <= 2 * batch)]
     for rows in reversed(divisors):
         if rows <= kept[-1] / 1.5:
             kept.append(rows)
-    return tuple(sorted(kept[:MOST_SIZES]))
+    return tuple(sorted(kept[:most]))
 
 
-def profile_of(parts: Parts, topology: Topology | None, sizes: Sequence[int], reporter: Reporter) -> Profile:
-    """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with."""
-    model_parts = parts.stack, parts.rows, parts.loss, parts.rule, sizes
+def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int, reporter: Reporter) -> Profile:
+    """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with.
+
+    Args:
+        parts: the model.
+        topology: None: the devices of this run.
+        batch: rows between two updates.
+        workers: how many there are.
+        reporter: is told how it goes.
+    """
+    model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
+        sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(*model_parts, progress=progress)
+            return measure(*model_parts, sizes, seconds=SECONDS, progress=progress)
+    sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name}, on paper") as progress:
-        return analyze(*model_parts, topology.device, progress=progress)
+        return analyze(*model_parts, sizes, topology.device, progress=progress)
 
 
 def read_topology(file: str) -> Topology:
@@ -155,20 +169,12 @@ def prove(choice: Choice, parts: Parts, tell: Callable[[Ranked, Compiled], None]
 
 
 def prepare(request: Request) -> int | None:
-    """Have JAX make as many CPU devices as a plan for this machine is to use; how many workers that are, None: all devices."""
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many workers that are, None: a file says."""
     if request.topology != LOCAL:
         return None
-    count = request.workers or usable_cores()
-    force_cpu_devices(count)
+    force_cpu_devices(request.workers or usable_cores())
     start_devices()
-    return request.workers or (count if jax.devices()[0].platform == "cpu" else None)
-
-
-def topology_of(request: Request, workers: int | None, profile: Profile | None) -> Topology:
-    """The one that is asked for; the local one is measured."""
-    if request.topology != LOCAL:
-        return read_topology(request.topology)
-    return local_topology(workers, dispatch=profile.dispatch if profile else 0.0)
+    return request.workers or jax.device_count()
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -76,11 +77,11 @@ def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(fil
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(planning, "measure", lambda *model, progress: seen.append(model) or profile())
+    monkeypatch.setattr(planning, "measure", lambda *model, seconds, progress: seen.append(model) or profile())
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
-    assert seen[0][-1] == sizes_for(4)
+    assert seen[0][-1] == sizes_for(4, jax.device_count(), planning.MEASURED_SIZES)
     assert re.search(r"plan: .* with .* stages, \d microbatch\w* of \d rows, expected .* samples/s; the best of \d+ candidates", out)
     assert re.search(r"planned +measured +ratio", out)
     assert yaml.safe_load((files / "run" / "config.yaml").read_text())["plan"] == {"file": "auto"}
@@ -164,8 +165,10 @@ def test_mistakes_are_told_in_a_line(files, capsys, arguments, message):
     assert "Traceback" not in printed.err
 
 
-def test_sizes_are_divisors_of_the_batch_largest_first_kept():
-    assert sizes_for(32) == (1, 2, 4, 8, 16, 32)
-    assert sizes_for(7) == (1, 7)
-    assert sizes_for(1024) == (32, 64, 128, 256, 512, 1024)
-    assert all(60 % rows == 0 for rows in sizes_for(60))
+def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_worker():
+    assert sizes_for(32, 2, 4) == (4, 8, 16, 32)
+    assert sizes_for(32, 4, 6) == (1, 2, 4, 8, 16)
+    assert sizes_for(7, 1, 4) == (1, 7)
+    assert sizes_for(2048, 64, 6) == (2, 4, 8, 16, 32, 64)
+    assert sizes_for(2, 64, 6) == (1,)
+    assert all(60 % rows == 0 for rows in sizes_for(60, 3, 6))
