@@ -48,7 +48,7 @@ def _sharing_cores(candidate: Candidate, cores: float | None) -> Candidate:
     seconds = candidate.seconds if cores is None else max(candidate.seconds, computing / cores)
     if seconds == candidate.seconds:
         return candidate
-    return dataclasses.replace(candidate, seconds=seconds, bubble=1 - computing / (candidate.workers * seconds), bound="cores")
+    return dataclasses.replace(candidate, seconds=seconds, bubble=1 - computing / (candidate.workers * seconds), bound="the cores")
 
 
 def _only(schedules: Sequence[str]) -> Sequence[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jpipe
 from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
-from planner.table import schedule, shape
+from planner.table import rows_of, schedule, shape, size
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -42,13 +42,14 @@ def draw_choice(choice: Choice, candidates: Sequence[Candidate], chosen: Ranked)
 
 
 def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[Candidate], chosen: Ranked) -> None:
-    scale = 1e9 if max(max(candidate.memory) for candidate in candidates) >= 1e9 else 1e6
+    from matplotlib import ticker
+
     for name, (colour, mark) in _LOOKS.items():
         for fits in (False, True):
             own = [candidate for candidate in candidates if candidate.schedule == name and (candidate.over is None) == fits]
             if own:
                 axes.scatter(
-                    [max(candidate.memory) / scale for candidate in own],
+                    [max(candidate.memory) for candidate in own],
                     [candidate.samples_per_second for candidate in own],
                     s=16 if fits else 10,
                     c=colour,
@@ -57,17 +58,20 @@ def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: S
                     linewidths=0,
                     label=name if fits else None,
                 )
-    memory, speed = max(chosen.candidate.memory) / scale, chosen.candidate.samples_per_second
+    memory, speed = max(chosen.candidate.memory), chosen.candidate.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
     if choice.topology.device.memory is not None:
-        axes.axvline(choice.topology.device.memory / scale, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
+        axes.axvline(choice.topology.device.memory, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
     axes.set_xscale("log")
-    for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        which(lambda value, _: f"{value:.3g}")
-    axes.tick_params(axis="x", which="both", labelsize=7)
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    axes.xaxis.set_major_formatter(lambda value, _: size(value))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.tick_params(labelsize=8)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"most memory of a worker ({'GB' if scale == 1e9 else 'MB'})", fontsize=9)
-    axes.set_ylabel("samples a second, closed form", fontsize=9)
+    axes.set_xlabel("most memory of a worker", fontsize=9)
+    axes.set_ylabel("samples a second, in closed form", fontsize=9)
     axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)
     axes.grid(alpha=0.3)
@@ -93,7 +97,7 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(names)), names if len(names) <= 24 else [str(s) for s in range(len(names))], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{unit} a microbatch of {chosen.candidate.rows} rows, shared by the replicas", fontsize=9)
+    axes.set_xlabel(f"{unit} a microbatch of {rows_of(chosen.candidate.rows)}, shared by the replicas", fontsize=9)
     axes.set_title("balance of the stages", loc="left", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
 

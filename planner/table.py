@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
 
+WORDS = ("schedule", "recompute", "bound by")  # columns of words, which begin at the left
 HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
 
 
@@ -27,10 +28,11 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """The schedule with what else the plan says of it."""
-    if candidate.depth == 1 and candidate.workers > 1:
-        return f"data parallel ({candidate.schedule})"
+    if candidate.depth == 1 and candidate.workers > 1 and candidate.schedule == "pipedream_flush":
+        return "data parallel"
     options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
+    options += ["stages together"] if candidate.keep_together == "stages" else []
     return " ".join([candidate.schedule, *options])
 
 
@@ -41,10 +43,21 @@ def name(candidate: Candidate) -> str:
 
 def size(count: int | float) -> str:
     """`1.2 GB`."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
-            return f"{count / factor:.3g} {unit}"
+            shown = count / factor
+            return f"{shown:,.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
     return f"{count:.0f} B"
+
+
+def rate(per_second: float) -> str:
+    """`62,020` or `3.152`, for samples a second."""
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def rows_of(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
@@ -53,9 +66,8 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
-        lines.append(
-            f"{name(candidate)}, {candidate.rows} rows: stage {stage} needs {size(limit + lacking)}, {size(lacking)} more than there are"
-        )
+        plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
+        lines.append(f"{plan}: stage {stage} needs {size(limit + lacking)}, {size(lacking)} more than there are")
     return lines
 
 
@@ -72,12 +84,12 @@ def what_would_fit(choice: Choice) -> list[str]:
     if "full" not in best.policies:
         advice.append("recomputation")
     if best.rows > 1:
-        advice.append(f"smaller microbatches than {best.rows} rows")
+        advice.append(f"smaller microbatches than {rows_of(best.rows)}")
     if best.schedule in ("pipedream", "pipedream_2bw"):
         advice.append("a schedule with one weight version")
     change = ", ".join(advice) or "a smaller model, smaller layers or devices with more memory"
     return [
-        f"no plan fits: nearest is {name(best)} and {best.rows} rows a microbatch, where stage {stage} "
+        f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} a microbatch, where stage {stage} "
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
         f"what would make it fit: {change}",
     ]
@@ -94,8 +106,8 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         str(candidate.rows),
         str(candidate.microbatches),
         recomputation(candidate.policies),
-        f"{candidate.samples_per_second:,.4g}",
-        "–" if found is None else f"{ranked.samples_per_second:,.4g}{difference}",
+        rate(candidate.samples_per_second),
+        "–" if found is None else rate(ranked.samples_per_second) + difference,
         f"{candidate.bubble if found is None else found.bubble:.0%}",
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),

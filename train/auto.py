@@ -9,6 +9,7 @@ from planner.profile import Profile
 from train.config import Config
 from train.planning import Parts, Request, profile_of, prove, search
 from train.progress import Reporter
+from train.terminal import count
 from train.together import Together
 
 
@@ -36,8 +37,8 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         chosen, proof = prove(choice, parts, lambda ranked, _: reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}"))
         candidate = chosen.candidate
         reporter.say(
-            f"plan: {table.name(candidate)}, {candidate.microbatches} microbatches of {candidate.rows} rows, expected "
-            f"{chosen.samples_per_second:,.4g} samples/s; the best of {choice.considered} candidates"
+            f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
+            f"expected {table.rate(chosen.samples_per_second)} samples/s; the best of {choice.considered:,} candidates"
         )
         return choice.plan(chosen if proof is None else proof.ranked).to_json()
 

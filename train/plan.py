@@ -23,6 +23,7 @@ from train.config import AUTO
 from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
 from train.run_folder import write_atomically
+from train.terminal import count
 
 SHOWN = 10  # rows of the table
 EXPLAINED = 20  # of those that do not fit
@@ -74,7 +75,7 @@ def main(
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
     profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
-    with reporter.phase(f"searching plans for {topology.num_workers} workers and a batch of {batch} rows"):
+    with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
         choice, candidates = search(profile, topology, batch, request, parts is not None and parts.clip is not None)
     if not choice.ranked:
         raise InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
@@ -143,26 +144,28 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
     reporter.say(
         f"{topology.name or 'topology'}: {topology.num_workers} × {topology.device.name}"
         + (f" with {table.size(limit)}" if limit else "")
-        + f"; {profile.source} profile of {len(profile.layers)} layers; {choice.considered:,} candidates"
+        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
-    reporter.table(table.HEAD, table.rows(choice, SHOWN))
+    reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
     reporter.say("samples/s in closed form and as simulated, with what makes them differ by more than 10%; memory of the fullest worker")
+    if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
+        reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.workers < topology.num_workers:
-        reporter.say(f"{candidate.workers} of {topology.num_workers} workers are used: more would not make it faster")
+        reporter.say(f"{candidate.workers} of {topology.num_workers} workers used: more would not make it faster")
     rank = choice.ranked.index(chosen) + 1
     reporter.say(f"chosen: rank {rank}, {table.name(candidate)}")
     plan = choice.plan(chosen)
     held = chosen.memory if proof is None else proof.ranked.memory
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
-        error = "" if proof is None else f", the estimate was {proof.errors[s]:+.1%} off"
+        estimate = "" if proof is None else f", estimated {table.size(candidate.memory[s])} ({proof.errors[s]:+.1%})"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
-        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(held[s])}{error}")
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(held[s])}{estimate}")
     if proof is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
-        reporter.say(f"the plan has {candidate.batch} rows between two updates: set train.batch_size to that")
+        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates: set train.batch_size to that")
 
 
 def _write(reporter: Reporter, files: Files, choice: Choice, chosen: Ranked, candidates: Sequence[Candidate]) -> None:

@@ -3,9 +3,10 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
@@ -39,14 +40,23 @@ class Reporter:
         """Print one line, above the bar if there is one."""
         self._console.print(printable(words), markup=False, soft_wrap=True)
 
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print rows of words in straight columns; the first column holds their names."""
-        table = Table(box=None, pad_edge=False)
-        for i, name in enumerate(head):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        self._console.print(table)
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
+        """Print rows of words in straight columns; the first column holds their names, and where the others find no room beside it,
+        they follow in further tables. Columns whose head is in `words` begin at the left, as the first one."""
+        lines = [head, *([printable(cell) for cell in row] for row in rows)]
+        widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
+        parts: list[list[int]] = [[0]]
+        for i in range(1, len(head)):
+            if len(parts[-1]) > 1 and sum(widths[k] + 2 for k in (*parts[-1], i)) - 2 > self._console.width:
+                parts.append([0])
+            parts[-1].append(i)
+        for part in parts:
+            table = Table(box=None, pad_edge=False)
+            for i in part:
+                table.add_column(head[i], justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
+            for line in lines[1:]:
+                table.add_row(*(Text(line[i]) for i in part))
+            self._console.print(table)
 
     @contextmanager
     def phase(self, words: str) -> Iterator[None]:

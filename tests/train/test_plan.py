@@ -1,5 +1,6 @@
 """`jpipe plan` and `jpipe train --plan auto`: what they print, write and draw; every mistake is one message, exit code 2."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from rich.console import Console
 
 import jpipe
 from planner.profile import Profile
 from planner.topology import Topology
 from train import auto, cli, planning
 from train.planning import sizes_for
+from train.progress import Reporter
 
 IDS = ("embed", "block_0", "head")
 MEASURED = "--set=train.steps=8", "--set=train.eval_every=8"  # long enough for a window that is traced
@@ -53,7 +56,7 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     for column in ("schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by"):
         assert column in head
     assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two workers
-    assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, the estimate was [+-][\d.]+% off", out)
+    assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --set plan.file=plan.json" in out
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
@@ -62,6 +65,16 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert plan.predicted is not None
     assert plan.predicted.batch_seconds == pytest.approx(3 * 2 * 0.03, rel=0.01)
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_on_a_narrow_terminal_the_table_goes_on_below():
+    screen = io.StringIO()
+    reporter = Reporter(1, 1, "samples", Console(file=screen, width=24))
+    reporter.table(
+        ("rank", "word", "number", "last words"), [("1", "a", "22", "one"), ("10", "b", "3", "the others")], ("word", "last words")
+    )
+    shown = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert shown == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
 def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(files, capsys):
@@ -82,7 +95,7 @@ def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
     assert seen[0][-1] == sizes_for(4, jax.device_count(), planning.MEASURED_SIZES)
-    assert re.search(r"plan: .* with .* stages, \d microbatch\w* of \d rows, expected .* samples/s; the best of \d+ candidates", out)
+    assert re.search(r"plan: .* with .* stages, \d microbatch(es)? of \d rows?, expected .* samples/s; the best of \d+ candidates", out)
     assert re.search(r"planned +measured +ratio", out)
     assert yaml.safe_load((files / "run" / "config.yaml").read_text())["plan"] == {"file": "auto"}
     assert jpipe.Plan.from_json((files / "run" / "plan.json").read_text()).layers == IDS
