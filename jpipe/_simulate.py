@@ -76,7 +76,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         program: from `lower`, with `drain` and `begin` equal to `start`.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
         link: between any two workers, or a function that gives it for each two; by default transfers and sums are free. A sum goes
-            round at the pace of the slowest link between neighbouring replicas.
+            round at the pace of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -270,11 +270,13 @@ class _Simulation:
             return
         share = 2 * (len(replicas) - 1) / len(replicas) * self.costs[worker.stage].sums
         ring = [self.network(replica, replicas[n - 1]) for n, replica in enumerate(replicas)]
-        latency = max(link.latency for link in ring)
-        seconds = share / min(link.bandwidth for link in ring) + 2 * (len(replicas) - 1) * latency
+        ports = list(dict.fromkeys(port for link in ring for port in link.ports))  # shared with other sums and with messages
+        begin, seconds = max(time for time, _ in arrived), share / min(link.bandwidth for link in ring)
+        sent = _occupy([self.ports[port] for port in ports], begin, seconds) if ports else begin + seconds
+        summed = sent + 2 * (len(replicas) - 1) * max(link.latency for link in ring)
         for replica in replicas:
             self.workers[replica].moved += round(share)
-            self._put(replica, "summed", i.batch, max(time for time, _ in arrived) + seconds)
+            self._put(replica, "summed", i.batch, summed)
 
     def _averaged_state(self, worker: _Worker) -> int:
         """Bytes of layer state, where replicas average it."""

@@ -58,7 +58,8 @@ class Choice:
     Attributes:
         profile: of the model.
         topology: of the machines.
-        ranked: the best of each kind that fit, the fastest first; one kind is a schedule with a number of replicas for each stage.
+        ranked: the best of each kind that fit, the fastest first; a kind is a schedule, the replicas of each stage, and what is kept
+            together.
         rejected: the best of each kind that does not fit, the one that lacks least first.
         considered: how many candidates there were.
         notes: what is to be known besides, a line each.
@@ -104,7 +105,7 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.schedule, candidate.update_every, candidate.replicas
+    return candidate.schedule, candidate.update_every, candidate.replicas, candidate.keep_together
 
 
 def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -125,6 +125,7 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
         backward=stages.backward[0],
         update=stages.update,
         sums=np.array(sums),
+        sharing=crossing.sharing if width > 1 else (),
         messages=stages.outputs[:-1] / crossing.bandwidths,
         latencies=crossing.latencies,
         one_way=one_way,

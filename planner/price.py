@@ -53,6 +53,7 @@ class Times(NamedTuple):
         backward: of one microbatch, recomputation included.
         update: of one update.
         sums: to sum the gradients over the w replicas.
+        sharing: groups of stages whose sums go through the same ports.
         messages: until the outputs of a microbatch are sent, over the slowest of the w links; the gradients take as long.
         latencies: from then on until they are on the other side.
         one_way: what goes through the busiest port of a cut in one direction, for one microbatch of each pipeline.
@@ -63,6 +64,7 @@ class Times(NamedTuple):
     backward: Any
     update: Any
     sums: Any
+    sharing: tuple[tuple[int, ...], ...]
     messages: Any
     latencies: Any
     one_way: Any
@@ -114,7 +116,8 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
     period = (round_trips / under_way).max(-1)
     summed = times.sums + times.update + (microbatches - hidden) * period[..., None]
     summed = np.where(times.sums > 0, summed, 0.0)
-    terms = (m * slots.max(-1), m * np.maximum(period, _most(times.both_ways)), summed.max(-1))
+    ports = [times.sums[list(stages)].sum() for stages in times.sharing]  # of all sums of a batch
+    terms = (m * slots.max(-1), m * np.maximum(period, _most(times.both_ways)), np.maximum(summed.max(-1), max(ports, default=0.0)))
     return _price(np.maximum.reduce(terms), terms, slots, _slowest_cut(times), summed)
 
 
@@ -177,11 +180,17 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
 def _flushed(times: Times, m: Number, repeated: Number) -> Price:
     """A batch with a flush: a sum hides behind the drain of the stages before it and the next fill.
 
-    Pipelines that start together and share ports come out of it one message apart from each other.
+    Pipelines that start together and share ports come out of it one message apart from each other. Sums that share ports go one after
+    the other, that of the last stage first.
     """
-    hidden = np.zeros_like(times.own)
-    hidden[..., 1:] = np.cumsum(times.own[..., :-1] + 2 * times.cuts, -1)
-    summed = times.sums + times.update - hidden
+    drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
+    drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
+    filled[..., 1:] = np.cumsum(times.forward[..., :-1] + times.cuts, -1)
+    ends = times.sums - drained
+    for stages in times.sharing:
+        for after, s in zip(stages[:0:-1], stages[-2::-1], strict=True):
+            ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.sums[s]
+    summed = ends + times.update - filled
     late = _most(times.one_way - times.messages)
     seconds = times.through + late + repeated + summed.max(-1)
     slowest = times.own.max(-1)

@@ -70,3 +70,13 @@ def test_workers_are_where_the_plan_places_them():
 
 def test_what_would_take_minutes_is_not_simulated():
     assert simulated(_plan(microbatches=10**6), _costs(_plan()), Topology.flat(2, 1e9)) is None
+
+
+def test_sums_that_leave_a_server_by_one_port_go_one_after_the_other():
+    plan = _plan(replicas=2, schedule="gpipe", stages=2)
+    costs = _costs(plan, sums=100)
+    apart = simulated(plan, costs, _servers(2, 2, inner=1e9, outer=10.0))  # the replicas of a stage in one server
+    together = simulated(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=10.0))
+    free = simulated(plan, costs, Topology.flat(4, 1e9))
+    assert apart.batch_seconds == pytest.approx(free.batch_seconds, rel=1e-3)
+    assert together.batch_seconds > free.batch_seconds + 17  # two sums of 10 s, the first of them begun while stage 0 still computes
