@@ -12,10 +12,10 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts docs pictures clean
+.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts bench-planner docs pictures clean
 
 help: ## List the commands
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about two minutes
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
@@ -47,6 +47,9 @@ bench-peers: .venv/ready .venv-torch/ready ## Speed beside PyTorch (TORCH_INDEX=
 
 bench-hosts: .venv/ready ## Two and four hosts (network namespaces, slow links); needs root and iproute2
 	@$(VENV)/python -m benchmarks.hosts
+
+bench-planner: .venv/ready ## The planner: its speed, the papers' examples, predicted beside measured on this machine
+	@$(VENV)/python -m benchmarks.planner
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
 	@$(VENV)/python -m docs.reference build/docs

@@ -1,98 +1,162 @@
-"""What the planner says of the experiments of PipeDream-2BW (ICML 2021), section 5, beside the paper's words; no GPU is needed.
+"""What the planner says of the experiments of PipeDream-2BW (ICML 2021), section 5, beside the paper's words.
 
-    python -m benchmarks.planner.paper_2bw
+Two GPTs are profiled on paper for the V100, then all plans are swept. The paper tells depths and ratios, no seconds.
 
-Two GPTs are profiled on paper for the V100 (a minute each), then all plans are swept. The paper tells depths and ratios, no seconds.
+An analytic profile costs the same a row at any number of rows. Real GPUs compute faster with more of them, and that is why the paper
+recomputes: to fit larger microbatches. The paper does not say how much faster, so there are two tables: without such a loss, and with
+`HALF_ROWS`, where b rows take as long as b + `HALF_ROWS` would at the full rate.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.planner.markdown import print_table
 from benchmarks.planner.models import gpt, mixed_precision_adam
 from planner.analyze import analyze
 from planner.candidate import Candidate
 from planner.parallel import sweep
 from planner.profile import Profile
+from planner.simulated import Simulated, simulated
 from planner.topology import Topology
 
-MODELS = {"2.2B": (48, 1920, 20, "v100-16gb-8", (8, 64, 512)), "3.8B": (48, 2560, 20, "v100-16gb-64", (64, 512, 2048))}
-"""Blocks, width, heads, topology, batches."""
-SIZES = (1, 2, 4, 8, 16)
-PAPER = (
-    "The paper: depth 8 for 2.2B, depth 16 for 3.8B, both with recomputation. 2BW up to 3.2 times as fast as GPipe, 1.6 times as Flush "
-    "at small batches and 1.15 times at large ones, up to 6.1 times as naive. GPipe runs out of memory at batch 64 for 2.2B, PipeDream "
-    "does not fit. Almost 30B parameters on 64 GPUs."
+SIZES = (1, 2, 4, 8, 16, 32)
+POLICIES = ("none", "full")  # those of the paper
+HALF_ROWS = 0.5
+LARGEST_ROWS = (1, 8)  # of a microbatch: the fewest, and what the planner takes where it recomputes
+SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
+MODELS: dict[str, dict[str, Any]] = {
+    "2.2B": {"blocks": 48, "width": 1920, "topology": "v100-16gb-8", "depth": 8, "batches": (64, 512)},
+    "3.8B": {"blocks": 48, "width": 2560, "topology": "v100-16gb-64", "depth": 16, "batches": (512, 2048)},
+}
+"""The paper's models, its depths, and a small and a large batch: one and several rounds of d microbatches."""
+FIGURE_6 = (
+    ("pipedream_2bw", "pipedream_flush", "up to 1.6", "1.15"),
+    ("pipedream_2bw", "gpipe", "up to 3.2", ""),
+    ("pipedream_2bw", "naive", "up to 6.1", "up to 6.1"),
+    ("pipedream_flush", "gpipe", "2.1", "3"),
+    ("pipedream_flush", "naive", "4.1 (2.2B)", "5.3 (2.2B)"),
 )
+"""Throughput of one schedule over that of another one, at a small and at a large batch, as the text of section 5.2 tells."""
+Row = dict[str, Any]
 
 
-def main() -> None:
-    """Print three tables."""
-    print(PAPER)
-    for name, (blocks, width, heads, file, batches) in MODELS.items():
-        topology = Topology.from_yaml((Path("configs/topologies") / f"{file}.yaml").read_text(encoding="utf-8"))
-        profile = analyze(*gpt(blocks, width, heads), mixed_precision_adam(), SIZES, topology.device)
-        print(f"\n{name} ({parameters(profile) / 1e9:.2f}B in all) on {topology.name}, the best plan of each schedule\n")
-        table(("batch", "schedule", "d × w", "rows", "recompute", "memory", "samples/s", "2BW is"), best_plans(profile, topology, batches))
-        print("\nThe same with one microbatch between updates, as PipeDream has it: ", end="")
-        print(*(describe(c) for c in one_microbatch(profile, topology)[:1]))
-    print("\nThe largest GPT of this width that 2BW trains on the 64 GPUs, by depth\n")
-    table(("d", "blocks", "parameters"), largest_models(profile, topology))
+def main() -> dict[str, list[Row]]:
+    """Print the tables and give their figures."""
+    figures: dict[str, list[Row]] = {"chosen": [], "speed_ups": [], "memory": []}
+    for name, model in MODELS.items():
+        topology = Topology.from_yaml((Path("configs/topologies") / f"{model['topology']}.yaml").read_text(encoding="utf-8"))
+        device = topology.device
+        profile = analyze(*gpt(model["blocks"], model["width"], 20), mixed_precision_adam(), SIZES, device, policies=POLICIES)
+        for half in (0.0, HALF_ROWS):
+            seen = with_half_rows(profile, half)
+            figures["chosen"] += [{"model": name, "half_rows": half, **row} for row in chosen(seen, topology, model["batches"])]
+        figures["speed_ups"] += [{"model": name, **row} for row in speed_ups(profile, topology, model["depth"], model["batches"])]
+        if name == "2.2B":
+            figures["memory"] = list(memory(profile, topology, model["depth"], batch=64))
+    figures["largest"] = [row for rows in LARGEST_ROWS for row in largest_models(profile, topology, rows)]
+    _print(figures)
+    return figures
 
 
-def best_plans(profile: Profile, topology: Topology, batches: Sequence[int]) -> list[tuple[str, ...]]:
-    """A row for each schedule and batch: the best plan, and how much faster that of 2BW is."""
-    rows = []
+def with_half_rows(profile: Profile, half: float) -> Profile:
+    """The same where b rows take as long as b + half.
+
+    Args:
+        profile: with times that are proportional to the rows.
+        half: so many rows reach half of the rate.
+    """
+
+    def slower(layer: Any) -> Any:
+        factors = [1 + half / rows for rows in profile.sizes]
+        times = [{"forward": at.forward * by, "backward": at.backward * by} for at, by in zip(layer.at, factors, strict=True)]
+        return layer.model_copy(update={"at": tuple(at.model_copy(update=new) for at, new in zip(layer.at, times, strict=True))})
+
+    return profile.model_copy(update={"layers": tuple(slower(layer) for layer in profile.layers)})
+
+
+def chosen(profile: Profile, topology: Topology, batches: Sequence[int]) -> Iterator[Row]:
+    """The best plan of 2BW for each batch, the best with another depth, and how much slower that one is."""
     for batch in batches:
-        fastest: dict[str, Candidate] = {}
-        for candidate in sweep(profile, topology, batch, exact=True):
-            if candidate.over is None:
-                fastest.setdefault(candidate.schedule, candidate)
-        for schedule, c in fastest.items():
-            speed = fastest["pipedream_2bw"].samples_per_second / c.samples_per_second if "pipedream_2bw" in fastest else float("nan")
-            memory = f"{max(c.memory) / 1e9:.1f} GB"
-            shape = f"{c.depth} × {c.replicas[0]}"
-            policies = ", ".join(sorted(set(c.policies)))
-            rows.append((str(batch), schedule, shape, str(c.rows), policies, memory, f"{c.samples_per_second:.1f}", f"{speed:.2f} ×"))
-    return rows
+        fitting = [c for c in sweep(profile, topology, batch, exact=True, schedules=("pipedream_2bw",)) if c.over is None]
+        first = fitting[0]
+        other = next((c for c in fitting if c.depth != first.depth), None)
+        row: Row = {"batch": batch, **_shape(first), "memory": max(first.memory), "samples_per_second": first.samples_per_second}
+        if other:
+            row["next"] = {**_shape(other), "slower": first.samples_per_second / other.samples_per_second - 1}
+        yield row
 
 
-def one_microbatch(profile: Profile, topology: Topology) -> list[Candidate]:
-    """PipeDream with an update after each microbatch of a straight pipeline, the one that lacks least first."""
-    found = [c for rows in profile.sizes for c in sweep(profile, topology, rows, exact=True, schedules=("pipedream",))]
-    return sorted((c for c in found if c.microbatches == 1), key=lambda c: c.rank)
+def speed_ups(profile: Profile, topology: Topology, depth: int, batches: Sequence[int]) -> Iterator[Row]:
+    """Samples a second of each schedule under the conditions of figure 6, simulated.
+
+    All stages recompute in full, and microbatches are the largest with which 2BW fits and has as many of them as stages.
+    """
+    for batch in batches:
+        width = topology.num_workers // depth
+        for rows in reversed([rows for rows in profile.sizes if rows * width * depth <= batch]):
+            found = {name: recomputing(profile, topology, name, depth, rows, batch) for name in SCHEDULES}
+            if max(found["pipedream_2bw"].peak_bytes) <= (topology.device.memory or float("inf")):
+                rates = {name: batch / one.batch_seconds for name, one in found.items()}
+                yield {"batch": batch, "depth": depth, "rows": rows, "samples_per_second": rates}
+                break
 
 
-def describe(candidate: Candidate) -> str:
-    """Whether it fits."""
-    where = f"{candidate.depth} stages, {candidate.rows} rows, {', '.join(sorted(set(candidate.policies)))}"
-    if candidate.over is None:
-        return f"{where}: {max(candidate.memory) / 1e9:.1f} GB"
-    return f"{where}: stage {candidate.over[0]} lacks {candidate.over[1] / 1e9:.1f} GB"
+def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int, rows: int, batch: int, policy: str = "full") -> Simulated:
+    """The plan of so many stages with one recomputation policy for all of them, whether it fits or not.
+
+    Args:
+        profile: of the model.
+        topology: all of whose workers are used.
+        schedule: a name of `jpipe.SCHEDULES`.
+        depth: the stages.
+        rows: of a microbatch.
+        batch: rows between two updates.
+        policy: of all stages.
+    """
+    plans = sweep(profile, topology, batch, exact=True, schedules=(schedule,))
+    plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.workers == topology.num_workers)
+    plan = dataclasses.replace(plan, policies=(policy,) * depth)
+    found = simulated(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), topology)
+    assert found is not None, "too long to simulate"
+    return found
 
 
-def largest_models(profile: Profile, topology: Topology) -> list[tuple[str, ...]]:
-    """For each depth the most blocks that fit, with one row a microbatch and the recomputation that it takes."""
-    rows = []
-    depth = 1
+def memory(profile: Profile, topology: Topology, depth: int, batch: int) -> Iterator[Row]:
+    """The most that a worker holds: each schedule by microbatch size and recomputation; PipeDream updates after each microbatch."""
+    for policy in POLICIES:
+        for rows in profile.sizes:
+            if rows * depth > batch:
+                break
+            row: Row = {"recompute": policy, "rows": rows, "batch": batch}
+            for name in SCHEDULES:
+                row[name] = max(recomputing(profile, topology, name, depth, rows, batch, policy).peak_bytes)
+            row["pipedream"] = max(recomputing(profile, topology, "pipedream", depth, rows, rows, policy).peak_bytes)
+            yield row
+
+
+def largest_models(profile: Profile, topology: Topology, rows: int) -> Iterator[Row]:
+    """For each depth the most blocks with which 2BW fits, with as many microbatches as stages and the recomputation that it takes."""
+    depth, batch = 1, rows * topology.num_workers
     while depth <= topology.num_workers:
         fits, fails = 0, 1024
         while fails - fits > 1:
             blocks = (fits + fails) // 2
-            longer = with_blocks(profile, blocks)
-            found = sweep(longer, topology, topology.num_workers, schedules=("pipedream_2bw",))
+            found = sweep(with_blocks(profile, blocks, rows), topology, batch, exact=True, schedules=("pipedream_2bw",))
             enough = any(c.over is None and c.depth == depth for c in found)
             fits, fails = (blocks, fails) if enough else (fits, blocks)
-        rows.append((str(depth), str(fits), f"{parameters(with_blocks(profile, fits)) / 1e9:.1f}B"))
+        yield {"depth": depth, "rows": rows, "blocks": fits, "parameters": parameters(with_blocks(profile, fits, rows))}
         depth *= 2
-    return rows
 
 
-def with_blocks(profile: Profile, count: int) -> Profile:
-    """A GPT with as many of the same blocks, at the smallest microbatch; equal layers need no profile of their own."""
-    first, block, last = (layer.model_copy(update={"at": layer.at[:1]}) for layer in (profile.layers[n] for n in (0, 1, -1)))
-    blocks = [block.model_copy(update={"id": f"block_{n}"}) for n in range(count)]
-    smallest = {name: getattr(profile, name)[:1] for name in ("sizes", "inputs", "labels")}
-    return Profile(**{**dict(profile), **smallest, "layers": (first, *blocks, last)})
+def with_blocks(profile: Profile, count: int, rows: int) -> Profile:
+    """A GPT with as many of the same blocks, at one microbatch size; equal layers need no profile of their own."""
+    n = profile.sizes.index(rows)
+    first, block, last = (layer.model_copy(update={"at": layer.at[n : n + 1]}) for layer in (profile.layers[k] for k in (0, 1, -1)))
+    blocks = [block.model_copy(update={"id": f"block_{k}"}) for k in range(count)]
+    one = {name: getattr(profile, name)[n : n + 1] for name in ("sizes", "inputs", "labels")}
+    return Profile(source=profile.source, device=profile.device, layers=(first, *blocks, last), **one)
 
 
 def parameters(profile: Profile) -> float:
@@ -100,11 +164,44 @@ def parameters(profile: Profile) -> float:
     return sum(layer.weights for layer in profile.layers) / 2
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print as Markdown."""
-    for row in (head, ["---"] * len(head), *rows):
-        print(f"| {' | '.join(row)} |")
+def _shape(candidate: Candidate) -> Row:
+    full = sum(policy == "full" for policy in candidate.policies)
+    m = candidate.microbatches // candidate.replicas[0]
+    return {"depth": candidate.depth, "width": candidate.replicas[0], "rows": candidate.rows, "m": m, "recomputing_stages": full}
 
 
-if __name__ == "__main__":
-    main()
+def _print(figures: dict[str, list[Row]]) -> None:
+    for half in (0.0, HALF_ROWS):
+        print(f"\nThe planner's choice for 2BW, {half:g} rows for half of the rate (the paper: 2.2B 8 deep, 3.8B 16 deep, recomputing)\n")
+        rows = [_chosen_row(row) for row in figures["chosen"] if row["half_rows"] == half]
+        print_table(("model", "batch", "d × w", "rows × m", "recomputing", "memory", "samples/s", "next depth", "slower"), rows)
+    print("\nFigure 6: microbatches and conditions as in the paper\n")
+    cells = []
+    for one, other, small, large in FIGURE_6:
+        found = [f"{row['samples_per_second'][one] / row['samples_per_second'][other]:.2f}" for row in figures["speed_ups"]]
+        cells.append((f"{one} ÷ {other}", small, found[0], found[2], large, found[1], found[3]))
+    heads = [f"{row['model']}, {row['batch']} = {row['rows']} rows" for row in figures["speed_ups"]]
+    print_table(("throughput", "paper, small", heads[0], heads[2], "paper, large", heads[1], heads[3]), cells)
+    print("\nMemory of 2.2B, 8 deep, batch 64, of 16 GB (the paper: GPipe and PipeDream do not fit)\n")
+    columns = (*SCHEDULES, "pipedream")
+    cells = [(row["recompute"], row["rows"], *(f"{row[name] / 1e9:.1f} GB" for name in columns)) for row in figures["memory"]]
+    print_table(("recompute", "rows", *columns), cells)
+    print("\nThe largest GPT of this width that 2BW trains on 64 GPUs (the paper, figure 9: almost 30B)\n")
+    of = {(row["depth"], row["rows"]): row for row in figures["largest"]}
+    cells = [(depth, *(f"{of[depth, rows]['parameters'] / 1e9:.1f}B" for rows in LARGEST_ROWS)) for depth, rows in of if rows == 1]
+    print_table(("d", *(f"{rows} rows" for rows in LARGEST_ROWS)), cells)
+
+
+def _chosen_row(row: Row) -> tuple[object, ...]:
+    following = row.get("next", {})
+    return (
+        row["model"],
+        row["batch"],
+        f"{row['depth']} × {row['width']}",
+        f"{row['rows']} × {row['m']}",
+        f"{row['recomputing_stages']} of {row['depth']}",
+        f"{row['memory'] / 1e9:.1f} GB",
+        f"{row['samples_per_second']:.1f}",
+        following.get("depth", ""),
+        f"{following['slower']:.1%}" if following else "",
+    )
