@@ -11,6 +11,7 @@ from planner.simulated import Simulated, simulated
 from planner.topology import Topology
 
 SIMULATED = 10  # of the best
+_PATIENCE = 4  # times as many, where closed forms promise more than simulations keep
 _DIFFERENT = 0.1  # between closed form and simulation
 
 
@@ -86,13 +87,20 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
         profile: of the model.
         topology: what they run on.
         candidates: of any schedules, priced alike.
-        most: how many to simulate.
+        most: how many to simulate; more, up to four times as many, as long as another one's closed form promises to be faster still.
     """
     everything = sorted(candidates, key=lambda candidate: candidate.rank)
     fitting = _best_of_each_kind(candidate for candidate in everything if candidate.over is None)
     lacking = _best_of_each_kind(candidate for candidate in everything if candidate.over is not None)
-    ranked = [_simulate(profile, topology, candidate) for candidate in fitting[:most]]
     limit = topology.device.memory
+    ranked, fastest = [], 0.0
+    for n, candidate in enumerate(fitting[: _PATIENCE * most]):
+        if n >= most and candidate.samples_per_second <= fastest:
+            break  # no simulation is to be expected to be faster than its closed form
+        ranked.append(_simulate(profile, topology, candidate))
+        if limit is None or max(ranked[-1].memory) <= limit:
+            fastest = max(fastest, ranked[-1].samples_per_second)
+    rest = [Ranked(candidate) for candidate in fitting[len(ranked) :]]
     too_large = [one for one in ranked if limit is not None and max(one.memory) > limit]
     ranked = sorted((one for one in ranked if one not in too_large), key=lambda one: (-one.samples_per_second, one.candidate.rank))
     kinds = {_kind(candidate) for candidate in fitting}
@@ -100,7 +108,6 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
         *(_over(one.candidate, one.memory, limit) for one in too_large if limit is not None),
         *(candidate for candidate in lacking if _kind(candidate) not in kinds),
     ]
-    rest = [Ranked(candidate) for candidate in fitting[most:]]
     return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything))
 
 

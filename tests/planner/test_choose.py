@@ -1,0 +1,109 @@
+"""The ranking: what fits, simulated, and why the simulation differs."""
+
+import dataclasses
+
+import pytest
+
+import jpipe
+from planner import table
+from planner.candidates import find_candidates
+from planner.choose import choose
+from planner.draw import draw_choice
+from planner.profile import Profile
+from planner.simulated import simulated
+from planner.topology import Topology
+
+
+def gpt(blocks: int = 6, outputs: int = 1_000, weights: int = 100_000) -> Profile:
+    """Equal blocks between a light first and a heavy last layer."""
+
+    def layer(name, factor):
+        at = [
+            {
+                "forward": 0.1 * n * factor,
+                "backward": 0.2 * n * factor,
+                "outputs": outputs * n,
+                "residuals": {"none": 50_000 * n, "full": outputs * n},
+            }
+            for n in (1, 2)
+        ]
+        return {"id": name, "weights": weights, "optimizer": 2 * weights, "at": at}
+
+    layers = [layer("embed", 0.2), *(layer(f"block_{n}", 1) for n in range(blocks)), layer("head", 1.5)]
+    return Profile(source="analytic", sizes=(1, 2), inputs=(8, 16), labels=(8, 16), layers=layers)
+
+
+def machines(bandwidth: float, memory: float | None = None) -> Topology:
+    return Topology(levels=({"count": 4, "bandwidth": bandwidth},), device={"memory": memory})
+
+
+def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
+    profile, topology = gpt(4), machines(50_000.0)
+    candidates = find_candidates(profile, topology, 16)
+    choice = choose(profile, topology, candidates)
+    everything = [
+        candidate.batch / found.batch_seconds
+        for candidate in candidates
+        if (found := simulated(candidate.plan(profile.ids), profile.stage_costs(candidate.plan(profile.ids), candidate.rows), topology))
+    ]
+    assert choice.ranked[0].samples_per_second == pytest.approx(max(everything), rel=0.02)
+    speeds = [ranked.samples_per_second for ranked in choice.ranked if ranked.simulated]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_one_of_each_kind_is_ranked():
+    profile, topology = gpt(), machines(50_000.0)
+    choice = choose(profile, topology, find_candidates(profile, topology, 16))
+    kinds = [(r.candidate.schedule, r.candidate.replicas, r.candidate.keep_together) for r in choice.ranked]
+    assert len(kinds) == len(set(kinds))
+    assert {"gpipe", "naive", "pipedream", "pipedream_2bw", "pipedream_flush"} == {kind[0] for kind in kinds}
+    assert any(replicas == (4,) for _, replicas, _ in kinds)  # data parallelism, a plan like any other
+    assert all(replicas != (4,) or schedule == "pipedream_flush" for schedule, replicas, _ in kinds)
+
+
+def test_memory_that_the_simulation_counts_decides():
+    profile = gpt()
+    free = choose(profile, machines(50_000.0), find_candidates(profile, machines(50_000.0), 16))
+    most = max(free.ranked[0].memory)
+    tight = machines(50_000.0, memory=0.9 * most)
+    choice = choose(profile, tight, find_candidates(profile, tight, 16))
+    assert all(max(ranked.memory) <= 0.9 * most for ranked in choice.ranked)
+    assert choice.ranked[0].samples_per_second <= free.ranked[0].samples_per_second
+    assert choice.rejected
+    assert all(candidate.over is not None and candidate.over[1] > 0 for candidate in choice.rejected)
+
+
+def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
+    profile, topology = gpt(), machines(50_000.0, memory=1e9)
+    candidates = find_candidates(profile, topology, 16)
+    least = min(max(ranked.memory) for ranked in choose(profile, topology, candidates, most=1000).ranked)
+    small = machines(50_000.0, memory=least - 1)  # the candidates still say that they fit
+    choice = choose(profile, small, candidates, most=1000)
+    assert choice.ranked == ()
+    assert all(candidate.over[1] > 0 for candidate in choice.rejected)
+
+
+@pytest.mark.parametrize(("bandwidth", "why"), [(1e9, ""), (3_000.0, "link")])
+def test_a_disagreement_is_explained(bandwidth, why):
+    profile, topology = gpt(outputs=1_000), machines(bandwidth)
+    candidates = [c for c in find_candidates(profile, topology, 16, schedules=["pipedream"]) if c.replicas == (1, 1, 1, 1)]
+    wrong = [dataclasses.replace(candidates[0], seconds=choose(profile, machines(1e9), candidates).ranked[0].seconds)]
+    assert choose(profile, topology, wrong).ranked[0].why == why
+
+
+def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path):
+    profile, topology = gpt(), machines(50_000.0, memory=1e7)
+    candidates = find_candidates(profile, topology, 16)
+    choice = choose(profile, topology, candidates)
+    plan = choice.plan(choice.ranked[0])
+    assert plan.predicted == jpipe.Predicted(
+        batch_seconds=choice.ranked[0].seconds, bubble=choice.ranked[0].simulated.bubble, peak_bytes=choice.ranked[0].memory
+    )
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
+    assert len(table.rows(choice, 3)) == 3
+    assert all(len(row) == len(table.HEAD) for row in table.rows(choice, 3))
+    figure = draw_choice(choice, candidates, choice.ranked[0])
+    figure.savefig(tmp_path / "p.png")
+    scatter, bars = figure.axes
+    assert sum(len(points.get_offsets()) for points in scatter.collections) == len(candidates) + 1  # and the ring
+    assert [label.get_text()[0] for label in bars.get_yticklabels()] == [str(s) for s in range(plan.depth)]
