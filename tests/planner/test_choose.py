@@ -39,7 +39,7 @@ def machines(bandwidth: float, memory: float | None = None) -> Topology:
 
 def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
     profile, topology = gpt(4), machines(50_000.0)
-    candidates = find_candidates(profile, topology, 16)
+    candidates = find_candidates(profile, topology, 8)
     choice = choose(profile, topology, candidates)
     everything = [
         candidate.batch / found.batch_seconds
@@ -53,7 +53,7 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
 
 def test_one_of_each_kind_is_ranked():
     profile, topology = gpt(), machines(50_000.0)
-    choice = choose(profile, topology, find_candidates(profile, topology, 16))
+    choice = choose(profile, topology, find_candidates(profile, topology, 8))
     kinds = [(r.candidate.schedule, r.candidate.replicas, r.candidate.keep_together) for r in choice.ranked]
     assert len(kinds) == len(set(kinds))
     assert {"gpipe", "naive", "pipedream", "pipedream_2bw", "pipedream_flush"} == {kind[0] for kind in kinds}
@@ -63,10 +63,10 @@ def test_one_of_each_kind_is_ranked():
 
 def test_memory_that_the_simulation_counts_decides():
     profile = gpt()
-    free = choose(profile, machines(50_000.0), find_candidates(profile, machines(50_000.0), 16))
+    free = choose(profile, machines(50_000.0), find_candidates(profile, machines(50_000.0), 8))
     most = max(free.ranked[0].memory)
     tight = machines(50_000.0, memory=0.9 * most)
-    choice = choose(profile, tight, find_candidates(profile, tight, 16))
+    choice = choose(profile, tight, find_candidates(profile, tight, 8))
     assert all(max(ranked.memory) <= 0.9 * most for ranked in choice.ranked)
     assert choice.ranked[0].samples_per_second <= free.ranked[0].samples_per_second
     assert choice.rejected
@@ -75,7 +75,7 @@ def test_memory_that_the_simulation_counts_decides():
 
 def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
     profile, topology = gpt(), machines(50_000.0, memory=1e9)
-    candidates = find_candidates(profile, topology, 16)
+    candidates = find_candidates(profile, topology, 8)
     least = min(max(ranked.memory) for ranked in choose(profile, topology, candidates, most=1000).ranked)
     small = machines(50_000.0, memory=least - 1)  # the candidates still say that they fit
     choice = choose(profile, small, candidates, most=1000)
@@ -86,14 +86,14 @@ def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
 @pytest.mark.parametrize(("bandwidth", "why"), [(1e9, ""), (3_000.0, "link")])
 def test_a_disagreement_is_explained(bandwidth, why):
     profile, topology = gpt(outputs=1_000), machines(bandwidth)
-    candidates = [c for c in find_candidates(profile, topology, 16, schedules=["pipedream"]) if c.replicas == (1, 1, 1, 1)]
+    candidates = [c for c in find_candidates(profile, topology, 8, schedules=["pipedream"]) if c.replicas == (1, 1, 1, 1)]
     wrong = [dataclasses.replace(candidates[0], seconds=choose(profile, machines(1e9), candidates).ranked[0].seconds)]
     assert choose(profile, topology, wrong).ranked[0].why == why
 
 
 def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path):
     profile, topology = gpt(), machines(50_000.0, memory=1e7)
-    candidates = find_candidates(profile, topology, 16)
+    candidates = find_candidates(profile, topology, 8)
     choice = choose(profile, topology, candidates)
     plan = choice.plan(choice.ranked[0])
     assert plan.predicted == jpipe.Predicted(
