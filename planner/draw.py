@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jpipe
 from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
-from planner.table import rows_of, schedule, shape, size
+from planner.table import name, rows_of, size
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -37,16 +37,16 @@ def draw_choice(choice: Choice, candidates: Sequence[Candidate], chosen: Ranked)
     scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_candidates(scatter, choice, candidates, chosen)
     _draw_stages(bars, choice, chosen)
-    figure.suptitle(f"{choice.topology.name or 'plan'}: {schedule(chosen.candidate)}, {shape(chosen.candidate)}", fontsize=11)
+    figure.suptitle(f"{choice.topology.name or 'plan'}: {name(chosen.candidate)}", fontsize=11)
     return figure
 
 
 def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[Candidate], chosen: Ranked) -> None:
     from matplotlib import ticker
 
-    for name, (colour, mark) in _LOOKS.items():
+    for kind, (colour, mark) in _LOOKS.items():
         for fits in (False, True):
-            own = [candidate for candidate in candidates if candidate.schedule == name and (candidate.over is None) == fits]
+            own = [candidate for candidate in candidates if candidate.schedule == kind and (candidate.over is None) == fits]
             if own:
                 axes.scatter(
                     [max(candidate.memory) for candidate in own],
@@ -56,7 +56,7 @@ def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: S
                     marker=mark,
                     alpha=0.8 if fits else 0.2,
                     linewidths=0,
-                    label=name if fits else None,
+                    label=kind if fits else None,
                 )
     memory, speed = max(chosen.candidate.memory), chosen.candidate.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)

@@ -66,7 +66,7 @@ def main(
     """
     console = Console(highlight=False)
     reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
-    _check(files, request)
+    _check(files, request, rows)
     parts, workers = None, prepare(request)
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
@@ -90,14 +90,14 @@ def main(
     _write(reporter, files, choice, chosen if proof is None else proof.ranked, candidates)
 
 
-def _check(files: Files, request: Request) -> None:
+def _check(files: Files, request: Request, rows: int) -> None:
     if files.config is None and files.profile is None:
         raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
     if files.config is None and request.topology == "local":
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--workers", request.workers)):
+    for option, value in (("--batch", request.batch), ("--workers", request.workers), ("--rows", rows)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
     for name in request.schedules:

@@ -75,7 +75,7 @@ def test_ties_go_to_the_smaller_number_and_not_to_the_smaller_text():
         ),
         ([node("node1"), "\tnode1 -- node1"], "some.txt, line 1: the edges go around: node1 -- node1;"),
         ([node("node1", what="Input")], "some.txt: expected at least one node that is no input, found none"),
-        ([node("node1", 0, 0)], "some.txt: all times of 4 rows are zero"),
+        ([node("node1", 0, 0)], "some.txt: all times at microbatches of size 4 are zero"),
         ([], "some.txt: expected at least one node"),
     ],
 )

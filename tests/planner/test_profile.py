@@ -99,5 +99,5 @@ def test_a_profile_without_times_is_refused():
     data = json.loads(profile().to_json())
     for each in data["layers"]:
         each["at"][1] |= {"forward": 0.0, "backward": 0.0}
-    with pytest.raises(InputError, match="all times of 2 rows are zero; profile again"):
+    with pytest.raises(InputError, match="all times at microbatches of size 2 are zero; profile again"):
         Profile.from_json(json.dumps(data))

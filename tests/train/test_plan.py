@@ -146,6 +146,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, c
         (["--profile=profile.json"], r"--topology: a profile is planned for machines that a file describes"),
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
+        ([*BOTH, "--batch=4", "--rows=0"], r"--rows: expected 1 or more, found 0"),
         (["tiny.yaml", "--workers=0"], r"--workers: expected 1 or more, found 0"),
         (["--profile=profile.json", "--topology=no.yaml", "--batch=4"], r"--topology: cannot read 'no.yaml': No such file"),
         (["--profile=no.json", "--topology=two.yaml", "--batch=4"], r"--profile: cannot read 'no.json': No such file"),
