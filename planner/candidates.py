@@ -6,12 +6,16 @@ from typing import Literal
 
 import jpipe
 from planner.candidate import Candidate
+from planner.paper import search_paper
 from planner.parallel import sweep
 from planner.partition import Partition, Problem
 from planner.pipedream import search
 from planner.price import all_reduce_seconds
 from planner.profile import Profile
 from planner.topology import Topology
+
+Updates = Literal["batch", "replicas", "text", "code"]
+"""How PipeDream's stages update and are found; see `find_candidates`."""
 
 
 def find_candidates(
@@ -21,7 +25,7 @@ def find_candidates(
     *,
     exact: bool = True,
     schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
-    paper_updates: bool = False,
+    pipedream: Updates = "batch",
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
@@ -31,12 +35,13 @@ def find_candidates(
         batch: the most rows between two updates.
         exact: whether it has to be just as many.
         schedules: those to try, of `jpipe.SCHEDULES`.
-        paper_updates: whether PipeDream updates each stage after one microbatch of each of its replicas, whose number is free then,
-            in place of once a batch; never exact.
+        pipedream: how PipeDream's stages are found. "batch": all update once a batch, so that their replicas divide its microbatches.
+            "replicas": each after one microbatch of each of its replicas, whose number is free then, as in the original; never exact.
+            "text" and "code": by the paper's own recurrence, at the price of its text or of its released code; they update likewise.
     """
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
     if "pipedream" in schedules:
-        found += _pipedream(profile, topology, batch, exact, paper_updates)
+        found += _pipedream(profile, topology, batch, exact, pipedream)
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
     pipelined = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
     return [_sharing_cores(candidate, topology.cores) for candidate in pipelined]
@@ -56,13 +61,13 @@ def _only(schedules: Sequence[str]) -> Sequence[str]:
     return schedules if len(schedules) == 1 else ()
 
 
-def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, paper_updates: bool) -> Iterator[Candidate]:
+def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
     for n, rows in enumerate(profile.sizes):
         costs = list(profile.costs(rows).values())
         policies = tuple(policy for policy in jpipe.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
         if batch < rows or (exact and batch % rows):
             continue
-        microbatches: int | Literal["replicas"] = "replicas" if paper_updates else batch // rows
+        microbatches: int | Literal["replicas"] = batch // rows if how == "batch" else "replicas"
         problem = Problem(
             costs,
             topology,
@@ -73,7 +78,8 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, pa
             memory=topology.device.memory,
             policies=policies,
         )
-        candidate = as_candidate(problem, search(problem), rows)
+        partition = search_paper(problem, how) if how == "text" or how == "code" else search(problem)
+        candidate = as_candidate(problem, partition, rows)
         if candidate.batch <= batch:
             yield candidate
 

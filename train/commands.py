@@ -4,7 +4,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -113,6 +113,7 @@ def plan(
     rows: Annotated[int, tyro.conf.arg(metavar="ROWS")] = 1,
     schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    pipedream: Literal["batch", "replicas", "text", "code"] = "batch",
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     profile_out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -131,6 +132,8 @@ def plan(
         rows: Of a microbatch of a graph.txt.
         schedules: Only these, such as pipedream_2bw,pipedream_flush.
         workers: With local, how many; by default one on each device, and on CPUs one on each core.
+        pipedream: How PipeDream's stages update and are found: once a batch; or (replicas) after a microbatch of each replica, as in the
+            original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
@@ -145,7 +148,7 @@ def plan(
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
-    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), workers)
+    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), workers, pipedream)
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:

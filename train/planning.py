@@ -13,7 +13,7 @@ import jpipe
 from jpipe import InputError
 from planner.analyze import analyze
 from planner.candidate import Candidate
-from planner.candidates import find_candidates
+from planner.candidates import Updates, find_candidates
 from planner.choose import Choice, Ranked, choose
 from planner.compiled import Compiled, compiled
 from planner.graph_txt import read_graph_txt
@@ -42,6 +42,7 @@ class Request:
         up_to: whether fewer rows than `batch` will do.
         schedules: those to try; none: all.
         workers: of "local"; None: one on each device, on CPUs one on each core.
+        pipedream: how PipeDream's stages are found, see `planner.candidates.find_candidates`.
     """
 
     topology: str = LOCAL
@@ -49,6 +50,7 @@ class Request:
     up_to: bool = False
     schedules: tuple[str, ...] = ()
     workers: int | None = None
+    pipedream: Updates = "batch"
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     """
     allowed = request.schedules or tuple(jpipe.SCHEDULES)
     schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
-    candidates = find_candidates(profile, topology, batch, exact=not request.up_to, schedules=schedules)
+    exact = not request.up_to
+    candidates = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream)
     if not candidates:
         raise InputError(
             f"plan: no plan has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
