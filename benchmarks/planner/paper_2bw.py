@@ -17,7 +17,7 @@ from benchmarks.planner.models import gpt, mixed_precision_adam
 from planner.analyze import analyze
 from planner.candidate import Candidate
 from planner.parallel import sweep
-from planner.profile import Profile
+from planner.profile import LayerProfile, Profile
 from planner.simulated import Simulated, simulated
 from planner.topology import Topology
 
@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 FIGURE_6 = (
     ("pipedream_2bw", "pipedream_flush", "up to 1.6", "1.15"),
     ("pipedream_2bw", "gpipe", "up to 3.2", ""),
-    ("pipedream_2bw", "naive", "up to 6.1", "up to 6.1"),
+    ("pipedream_2bw", "naive", "up to 6.1 (2.2B)", "up to 6.1 (2.2B)"),
     ("pipedream_flush", "gpipe", "2.1", "3"),
     ("pipedream_flush", "naive", "4.1 (2.2B)", "5.3 (2.2B)"),
 )
@@ -48,7 +48,8 @@ def main() -> dict[str, list[Row]]:
     for name, model in MODELS.items():
         topology = Topology.from_yaml((Path("configs/topologies") / f"{model['topology']}.yaml").read_text(encoding="utf-8"))
         device = topology.device
-        profile = analyze(*gpt(model["blocks"], model["width"], 20), mixed_precision_adam(), SIZES, device, policies=POLICIES)
+        two = analyze(*gpt(2, model["width"], 20), mixed_precision_adam(), SIZES, device, policies=POLICIES)
+        profile = with_blocks(two, model["blocks"])
         for half in (0.0, HALF_ROWS):
             seen = with_half_rows(profile, half)
             figures["chosen"] += [{"model": name, "half_rows": half, **row} for row in chosen(seen, topology, model["batches"])]
@@ -143,20 +144,32 @@ def largest_models(profile: Profile, topology: Topology, rows: int) -> Iterator[
         fits, fails = 0, 1024
         while fails - fits > 1:
             blocks = (fits + fails) // 2
-            found = sweep(with_blocks(profile, blocks, rows), topology, batch, exact=True, schedules=("pipedream_2bw",))
+            found = sweep(with_blocks(profile, blocks, (rows,)), topology, batch, exact=True, schedules=("pipedream_2bw",))
             enough = any(c.over is None and c.depth == depth for c in found)
             fits, fails = (blocks, fails) if enough else (fits, blocks)
-        yield {"depth": depth, "rows": rows, "blocks": fits, "parameters": parameters(with_blocks(profile, fits, rows))}
+        yield {"depth": depth, "rows": rows, "blocks": fits, "parameters": parameters(with_blocks(profile, fits, (rows,)))}
         depth *= 2
 
 
-def with_blocks(profile: Profile, count: int, rows: int) -> Profile:
-    """A GPT with as many of the same blocks, at one microbatch size; equal layers need no profile of their own."""
-    n = profile.sizes.index(rows)
-    first, block, last = (layer.model_copy(update={"at": layer.at[n : n + 1]}) for layer in (profile.layers[k] for k in (0, 1, -1)))
-    blocks = [block.model_copy(update={"id": f"block_{k}"}) for k in range(count)]
-    one = {name: getattr(profile, name)[n : n + 1] for name in ("sizes", "inputs", "labels")}
-    return Profile(source=profile.source, device=profile.device, layers=(first, *blocks, last), **one)
+def with_blocks(profile: Profile, count: int, sizes: Sequence[int] = ()) -> Profile:
+    """A GPT with as many of the same blocks; equal layers need no profile of their own.
+
+    Args:
+        profile: of a GPT with at least two blocks.
+        count: the blocks.
+        sizes: the microbatch sizes to keep, by default all.
+    """
+    kept = [n for n, rows in enumerate(profile.sizes) if rows in (sizes or profile.sizes)]
+
+    def layer(n: int, name: str) -> LayerProfile:
+        one = profile.layers[n]
+        return one.model_copy(update={"id": name, "at": tuple(one.at[k] for k in kept)})
+
+    before_head = count - 1  # the block whose output the head takes
+    blocks = [layer(-2 if n == before_head else 1, f"block_{n}") for n in range(count)]
+    parts = {name: tuple(getattr(profile, name)[k] for k in kept) for name in ("sizes", "inputs", "labels")}
+    layers = (layer(0, profile.ids[0]), *blocks, layer(-1, profile.ids[-1]))
+    return Profile(source=profile.source, device=profile.device, layers=layers, **parts)
 
 
 def parameters(profile: Profile) -> float:
@@ -175,12 +188,13 @@ def _print(figures: dict[str, list[Row]]) -> None:
         print(f"\nThe planner's choice for 2BW, {half:g} rows for half of the rate (the paper: 2.2B 8 deep, 3.8B 16 deep, recomputing)\n")
         rows = [_chosen_row(row) for row in figures["chosen"] if row["half_rows"] == half]
         print_table(("model", "batch", "d × w", "rows × m", "recomputing", "memory", "samples/s", "next depth", "slower"), rows)
-    print("\nFigure 6: microbatches and conditions as in the paper\n")
+    sizes = {row["rows"] for row in figures["speed_ups"]}
+    print(f"\nFigure 6, recomputing, the largest microbatches that fit: {', '.join(map(str, sorted(sizes)))} rows\n")
     cells = []
     for one, other, small, large in FIGURE_6:
         found = [f"{row['samples_per_second'][one] / row['samples_per_second'][other]:.2f}" for row in figures["speed_ups"]]
         cells.append((f"{one} ÷ {other}", small, found[0], found[2], large, found[1], found[3]))
-    heads = [f"{row['model']}, {row['batch']} = {row['rows']} rows" for row in figures["speed_ups"]]
+    heads = [f"{row['model']}, batch {row['batch']}" for row in figures["speed_ups"]]
     print_table(("throughput", "paper, small", heads[0], heads[2], "paper, large", heads[1], heads[3]), cells)
     print("\nMemory of 2.2B, 8 deep, batch 64, of 16 GB (the paper: GPipe and PipeDream do not fit)\n")
     columns = (*SCHEDULES, "pipedream")
@@ -189,7 +203,7 @@ def _print(figures: dict[str, list[Row]]) -> None:
     print("\nThe largest GPT of this width that 2BW trains on 64 GPUs (the paper, figure 9: almost 30B)\n")
     of = {(row["depth"], row["rows"]): row for row in figures["largest"]}
     cells = [(depth, *(f"{of[depth, rows]['parameters'] / 1e9:.1f}B" for rows in LARGEST_ROWS)) for depth, rows in of if rows == 1]
-    print_table(("d", *(f"{rows} rows" for rows in LARGEST_ROWS)), cells)
+    print_table(("d", *(f"rows: {rows}" for rows in LARGEST_ROWS)), cells)
 
 
 def _chosen_row(row: Row) -> tuple[object, ...]:

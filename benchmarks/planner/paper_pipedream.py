@@ -80,7 +80,7 @@ def compare(profile: Profile, topology: Topology) -> Row:
         "own" with the paper's updates, "uniform" with jpipe's, "text" and "code" of the paper's recurrence, each with its stages and its
         speed-up by the price of jpipe; "as_paper" one stage for all but the dense layers at the end, replicated, where there are some.
     """
-    problem, uniform = (_problem(profile, topology, m) for m in ("replicas", MICROBATCHES * topology.num_workers))
+    problem, uniform = (problem_of(profile, topology, m) for m in ("replicas", MICROBATCHES * topology.num_workers))
     row: Row = {"own": _found(problem, search(problem)), "uniform": _found(uniform, search(uniform))}
     row["as_paper"] = _found(problem, dense_apart(problem, profile)) if "fc6" in profile.ids else ""
     return row | {price: _found(problem, search_paper(problem, price)) for price in ("text", "code")}
@@ -97,7 +97,8 @@ def stages(partition: Partition) -> str:
     return "-".join(str(stage.replicas) for stage in partition.stages)
 
 
-def _problem(profile: Profile, topology: Topology, microbatches: Any) -> Problem:
+def problem_of(profile: Profile, topology: Topology, microbatches: Any) -> Problem:
+    """The search at the only microbatch size of a profile, memory not limited."""
     costs: list[jpipe.LayerCost] = list(profile.costs(profile.sizes[0]).values())
     return Problem(costs, topology, microbatches, inputs=profile.inputs[0], labels=profile.labels[0])
 

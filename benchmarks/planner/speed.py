@@ -1,7 +1,7 @@
 """How long the searches take, on one core, with and without a limit of memory.
 
-The layers are invented: no two alike, with few large weights and outputs that become smaller from the first to the last, as in the
-models of PipeDream; the search has no equal layers to make use of.
+The layers are invented: no two alike, with weights that become larger and outputs that become smaller from the first to the last, as in
+networks of convolutions.
 """
 
 import dataclasses
@@ -52,11 +52,14 @@ def main() -> list[dict[str, Any]]:
 
 
 def invented(count: int, topology: Topology) -> Problem:
-    """A model of so many layers, always the same one."""
-    random = np.random.default_rng(0)
+    """A model of so many layers, always the same one, for which data parallelism communicates twice as long as it computes."""
+    random, bandwidth = np.random.default_rng(0), topology.levels[-1].bandwidth
     seconds = random.uniform(0.2e-3, 5e-3, count)
-    outputs = (400e6 * 0.995 ** (np.arange(count) * 500 / count) * random.uniform(0.5, 1, count)).astype(int)
-    weights = (1e5 * np.exp(random.uniform(0, 6, count))).astype(int)
+    share = np.arange(count) / count
+    weights = np.exp(5 * share + random.uniform(0, 3, count))
+    weights = (weights * 3 * seconds.sum() * bandwidth / weights.sum()).astype(int)
+    outputs = 8 * np.exp(-4 * share) * random.uniform(0.5, 1, count)  # times those that take as long as a stage
+    outputs = (outputs * 3 * seconds.sum() / topology.num_workers * bandwidth).astype(int)
     layers = [
         jpipe.LayerCost(time, 2 * time, outputs=out, weights=size, optimizer=size, residuals={"none": 2 * out, "full": out}, update=1e-5)
         for time, out, size in zip(seconds.tolist(), outputs.tolist(), weights.tolist(), strict=True)
