@@ -102,13 +102,19 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
             fastest = max(fastest, ranked[-1].samples_per_second)
     rest = [Ranked(candidate) for candidate in fitting[len(ranked) :]]
     too_large = [one for one in ranked if limit is not None and max(one.memory) > limit]
-    ranked = sorted((one for one in ranked if one not in too_large), key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    ranked = sorted((one for one in ranked if one not in too_large), key=_place)
     kinds = {_kind(candidate) for candidate in fitting}
     rejected = [
         *(_over(one.candidate, one.memory, limit) for one in too_large if limit is not None),
         *(candidate for candidate in lacking if _kind(candidate) not in kinds),
     ]
     return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything))
+
+
+def _place(ranked: Ranked) -> tuple[object, ...]:
+    """What to sort by: no time is known to a thousandth, so plans that are equally fast but for that go by the candidates' other merits."""
+    as_fast = dataclasses.replace(ranked.candidate, seconds=ranked.candidate.batch / float(f"{ranked.samples_per_second:.3g}"))
+    return as_fast.rank
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
