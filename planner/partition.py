@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import jpipe
 from planner.memory import stage_bytes, waiting_inputs
-from planner.price import all_reduce_seconds, cut_seconds, stage_seconds
+from planner.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from planner.topology import Topology
 
 
@@ -72,13 +72,13 @@ class Problem:
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
-    def microbatches_an_update(self, replicas: int) -> int:
+    def microbatches_an_update(self, replicas: Number) -> Number:
         """M_s of a stage."""
         return replicas if self.microbatches == "replicas" else self.microbatches
 
-    def versions(self, in_flight: int, replicas: int) -> int:
-        """Weight versions alive at a stage, as `jpipe.SCHEDULES["pipedream"]` has it."""
-        late = int(replicas > 1)
+    def versions(self, in_flight: Number, replicas: Number) -> Number:
+        """Weight versions alive at a stage, as `jpipe.SCHEDULES["pipedream"]` has it; for arrays too."""
+        late = replicas > 1
         return -(-(in_flight - 1 + late) * replicas // self.microbatches_an_update(replicas)) + 1
 
 

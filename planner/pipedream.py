@@ -7,12 +7,12 @@ out (`planner.reach`, or `planner.fit` where memory is short). The least bound u
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from planner.fit import Fit
 from planner.partition import Partition, Placed, Problem, evaluate, seconds_of
 from planner.reach import Reach, Reached
 from planner.runs import Runs
+from planner.spans import Spans
 
 TIE = 1e-9
 """Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
@@ -38,18 +38,17 @@ def search(problem: Problem) -> Partition:
     if fastest.over is None:
         return fastest
     assert problem.memory is not None
-    within = partial(_fitting, problem, reach, problem.memory)
+    fitting = _Fitting(problem, reach)
     low = fastest.seconds
     for slower in _SLOWER:
-        fitting = within(fastest.seconds * slower)
-        if fitting:
+        found = fitting.some(fastest.seconds * slower)
+        if found:
             break
         low = fastest.seconds * slower
     else:
         return _smallest(problem, reach, fastest)
-    best = _squeeze(low, fitting, within, lambda partition: partition.seconds, TIE)
-    bound = best.seconds * (1 + TIE)
-    return _recompute(problem, Fit(problem, reach, bound, problem.memory).first(), bound)
+    best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
+    return fitting.first(best)
 
 
 def _fastest(problem: Problem, reach: Reach) -> Partition:
@@ -71,15 +70,43 @@ def _smallest(problem: Problem, reach: Reach, fastest: Partition) -> Partition:
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
-        return _fitting(replace(problem, memory=memory), reach, memory, math.inf)
+        return _Fitting(replace(problem, memory=memory), reach).some(math.inf)
 
-    least = _squeeze(problem.memory, fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    low, found = problem.memory, None
+    while not found and 2 * low < max(fastest.memory):
+        found = within(2 * low)
+        low = low if found else 2 * low
+    least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
     return evaluate(problem, least.stages)
 
 
-def _fitting(problem: Problem, reach: Reach, memory: float, bound: float) -> Partition | None:
-    stages = Fit(problem, reach, bound, memory).some()
-    return _recompute(problem, stages, bound) if stages else None
+class _Fitting:
+    """The search where memory is short: by the relaxed rules, and where their answer does not fit by the true ones."""
+
+    def __init__(self, problem: Problem, reach: Reach) -> None:
+        self._problem, self._reach = problem, reach
+        self._spans = Spans(problem, reach)
+
+    def some(self, bound: float) -> Partition | None:
+        """Stages that are fast enough and fit; None: there are none."""
+        return self._found(bound, None)
+
+    def first(self, best: Partition) -> Partition:
+        """Of those that are as fast the one that the ties go to."""
+        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.workers))
+        assert found is not None
+        return found
+
+    def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
+        for relaxed in (True, False):
+            fit = Fit(self._reach, self._spans, bound, relaxed, at_most)
+            if not fit.feasible:
+                return None
+            stages = fit.stages()
+            found = _recompute(self._problem, stages, bound) if stages else None
+            if found and found.over is None:
+                return found
+        raise AssertionError("expected stages that fit")
 
 
 def _squeeze(

@@ -53,8 +53,20 @@ class Runs:
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
         return stage_seconds(compute, update, summed, replicas, every)
 
-    def room(self, i: Number, j: Number, replicas: int, in_flight: int, policy: str, memory: float) -> Number:
-        """How many inputs can wait at a worker of the stage [i, j), within `memory`; negative: it does not fit."""
+    def room(
+        self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
+    ) -> Number:
+        """How many inputs can wait at a worker of the stage [i, j), within `memory`; negative: it does not fit.
+
+        Args:
+            i: its first layer.
+            j: one past its last layer.
+            replicas: r_s.
+            in_flight: n_s.
+            policy: its recomputation.
+            memory: bytes.
+            relaxed: whether an input that waits counts no more than what stays from a forward to its backward.
+        """
         problem, inputs = self._problem, self._inputs[i]
         unchanged = self._kept(i, j, "none")
         residuals = inputs if policy == "full" else self._kept(i, j, policy)
@@ -75,7 +87,8 @@ class Runs:
             sync_state=problem.sync_state,
         )
         left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
-        return np.where(left < 0, -1, np.where(inputs > 0, left // np.maximum(inputs, 1), _ENOUGH))
+        each = np.minimum(inputs, residuals) if relaxed else inputs
+        return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _ENOUGH))
 
     def _kept(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]
