@@ -3,15 +3,32 @@
 from pathlib import Path
 
 import jpipe
+from planner.draw import draw_choice
+from train import config_file
+from train.planning import Parts, Request, profile_of, read_topology, search
+from train.progress import Reporter
 
 FOLDER = Path(__file__).parent / "pictures"
+CONFIGS = Path(__file__).parents[1] / "configs"
 BATCHES = 3
+LARGE = ("depth=54", "width=1920", "heads=20", "seq_len=512", "compute_dtype=bfloat16")  # 2.4 billion parameters
 
 
 def timeline(schedule: str, **options: bool) -> jpipe.Timeline:
     """Three batches of four microbatches through four stages; a forward takes 1, a backward 2."""
     plan = jpipe.Plan.even(["a", "b", "c", "d"], num_stages=4, schedule=schedule, microbatches=4, **options)
     return jpipe.simulate(jpipe.lower(plan, BATCHES)).timeline
+
+
+def draw_plans() -> None:
+    """All plans of a GPT too large for one device, on eight of them, as `jpipe plan --png` draws them."""
+    reporter = Reporter(1, 1, "samples")
+    topology = read_topology(str(CONFIGS / "topologies" / "v100-16gb-8.yaml"))
+    config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
+    parts, batch = Parts.of(config, reporter), 64
+    profile = profile_of(parts, topology, batch, topology.num_workers, reporter)
+    choice, candidates = search(profile, topology, batch, Request(up_to=True), clips=False)
+    draw_choice(choice, candidates, choice.ranked[0]).savefig(FOLDER / "plans.png")
 
 
 def main() -> None:
@@ -28,6 +45,7 @@ def main() -> None:
     figure.savefig(FOLDER / "schedules.png")
     figure = jpipe.draw_timeline(asynchronous, title=f"Which weights a microbatch reads: {what}, no flush", unit="forwards")
     figure.savefig(FOLDER / "versions.png")
+    draw_plans()
 
 
 if __name__ == "__main__":
