@@ -91,6 +91,24 @@ def test_commands_that_a_page_shows_are_refused_like_that(command, shown, tmp_pa
     assert capsys.readouterr().err == shown
 
 
+COMMAND = re.compile(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
+COMMANDS = sorted({shown for page in (ROOT / "README.md", *PAGES) for shown in COMMAND.findall(page.read_text())})
+
+
+@pytest.mark.parametrize("shown", COMMANDS)
+def test_commands_of_a_page_have_options_and_files_that_are_there(shown, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    words = shlex.split(shown, comments=True)
+    known = ""
+    for command in {words[0], "train"} if words[0] == "launch" else {words[0]}:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        known += capsys.readouterr().out
+    for word in words[1:]:
+        assert not word.startswith("-") or word == "--" or re.search(rf"(^|[ ,]){re.escape(word.split('=')[0])}\b", known), word
+        assert not re.match("(configs|examples)/", word) or (ROOT / word).exists(), word
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
