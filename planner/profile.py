@@ -117,7 +117,8 @@ class Profile(_Data):
                     )
         for n, rows in enumerate(self.sizes):
             if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
-                raise ValueError(f"all times at microbatches of size {rows} are zero; profile again, with more repetitions or larger microbatches")
+                again = "profile again, with more repetitions or larger microbatches"
+                raise ValueError(f"all times at microbatches of size {rows} are zero; {again}")
         return self
 
     @cached_property
