@@ -40,6 +40,7 @@ def analyze(
     scans; of a while loop one turn is counted. Traffic is what has to move whatever is fused: weights, inputs, outputs, residuals,
     gradients, optimizer state, each once. Temporaries are those of forward and backward compiled here, at the smallest and the largest
     size, and a straight line between; an update is taken to need none, as where all of it is fused.
+    What a GPU loses with few rows is not known here: where the smallest microbatches look best, measure.
 
     Args:
         stack: the model.

@@ -39,7 +39,7 @@ def main() -> list[dict[str, Any]]:
     for what, goal, original, layers, topology, limited_too in searches:
         problem = invented(layers, topology)
         rows.append(_row(what, partial(search, problem), goal=goal, original=original))
-        if limited_too:  # minutes for the larger ones
+        if limited_too:  # half a minute and more for the larger ones
             rows.append(_row(f"{what}, memory limited", partial(search, with_limit(problem))))
     gpt, cluster = blocks(96), _servers(8, 512)
     rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 workers", partial(sweep, gpt, cluster, 16384), goal=1.0))
