@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import jpipe
 from planner.partition import Placed, Problem, evaluate
 from planner.pipedream import TIE, search
+from planner.runs import Runs
 from planner.topology import Topology
 
 SHAPES = [(2,), (5,), (6,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 1, 2), (2, 2, 2)]
@@ -125,6 +126,32 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
         assert found.seconds == pytest.approx(seconds, rel=1e-12)
         assert without_policies(found) == stages
         assert found == evaluate(problem, found.stages)
+
+
+@pytest.mark.parametrize(
+    ("workers", "layers", "memory"),
+    [  # forward, outputs, weights, residuals
+        (7, [(2.0, 0, 0, 0), (4.0, 10, 10, 0), (1.0, 3, 0, 2)], 93),
+        (5, [(2.0, 1, 0, 2), (3.0, 1, 10, 0), (2.0, 1, 10, 2), (3.0, 40, 10, 1)], 84),
+    ],
+)
+def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(workers, layers, memory):
+    costs = [jpipe.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
+    problem = Problem(costs, Topology.flat(workers, bandwidth=20.0), 12, memory=float(memory))
+    seconds, stages, _ = exhaustive(problem)
+    found = search(problem)
+    assert (found.seconds, found.stages, found.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
+
+
+def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before():
+    layers = [jpipe.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
+    runs = Runs(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
+    ahead = np.arange(1, 40)
+    for relaxed in (True, False):
+        room = runs.room(2, 3, 1, ahead, "none", 200.0, relaxed=relaxed)
+        assert (room[:5] > 0).all()
+        assert (room == -1).any()
+        assert (np.diff(np.where(room < 0, -1, room + ahead)) <= 0).all() == relaxed  # here an input counts 40, what is kept of it 3
 
 
 def test_the_price_by_hand():
