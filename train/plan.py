@@ -152,7 +152,7 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
         reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.workers < topology.num_workers:
-        reporter.say(f"{candidate.workers} of {topology.num_workers} workers used: more would not make it faster")
+        reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}: more would not make it faster")
     rank = choice.ranked.index(chosen) + 1
     reporter.say(f"chosen: rank {rank}, {table.name(candidate)}")
     plan = choice.plan(chosen)

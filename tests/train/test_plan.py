@@ -119,7 +119,7 @@ def test_a_graph_of_the_original_is_planned(files, capsys):
 def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
-    assert re.search(r"\d of 16 workers are used", out)
+    assert re.search(r"it uses \d of 16 workers: more", out)
 
 
 def test_clipping_leaves_the_schedules_that_flush(files, capsys):
