@@ -12,6 +12,7 @@ from planner.topology import Topology
 
 SIMULATED = 10  # of the best
 _PATIENCE = 4  # times as many, where closed forms promise more than simulations keep
+_EQUAL = 0.005  # share by which plans that are equally fast may differ
 _DIFFERENT = 0.1  # between closed form and simulation
 
 
@@ -102,7 +103,7 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
             fastest = max(fastest, ranked[-1].samples_per_second)
     rest = [Ranked(candidate) for candidate in fitting[len(ranked) :]]
     too_large = [one for one in ranked if limit is not None and max(one.memory) > limit]
-    ranked = sorted((one for one in ranked if one not in too_large), key=_place)
+    ranked = _in_order([one for one in ranked if one not in too_large])
     kinds = {_kind(candidate) for candidate in fitting}
     rejected = [
         *(_over(one.candidate, one.memory, limit) for one in too_large if limit is not None),
@@ -111,10 +112,17 @@ def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate]
     return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything))
 
 
-def _place(ranked: Ranked) -> tuple[object, ...]:
-    """What to sort by: no time is known to a thousandth, so plans that are equally fast but for that go by the candidates' other merits."""
-    as_fast = dataclasses.replace(ranked.candidate, seconds=ranked.candidate.batch / float(f"{ranked.samples_per_second:.3g}"))
-    return as_fast.rank
+def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """The fastest first; those that are as fast as the first of them but for what no prediction can tell go by their other merits."""
+    left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    found: list[Ranked] = []
+    while left:
+        speed = left[0].samples_per_second
+        equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
+        left = left[len(equal) :]
+        merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
+        found += sorted(equal, key=lambda one: merits[id(one)])  # noqa: B023 - sorted at once
+    return found
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:

@@ -26,8 +26,9 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     """
     parts = together.alike(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
-    text = together.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, jax.device_count(), reporter).to_json())
-    profile = Profile.from_json(text)
+    # All at the same time: processes of one machine slow each other down, as they will when they train.
+    own = together.alike(lambda: profile_of(parts, None, batch, jax.device_count(), reporter))
+    profile = Profile.from_json(together.from_first("the profile of process 0", own.to_json))
     topology = local_topology(dispatch=profile.dispatch)
 
     def best() -> str:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run any plan they are told.
 
-It says what the planner needs to know (process 0 its profile, with the links measured by all of them), then, for each line of JSON with a
+It says what the planner needs to know (the profile of process 0, and the links measured by all of them), then, for each line of JSON with a
 plan and a number of steps, how long these took and what its workers held.
 """
 
@@ -32,7 +32,7 @@ def main(index: int, count: int, port: int) -> None:
     processes = jpipe.join_processes(limit=120.0, wait=_LONG)
     assert processes is not None
     jax.devices()  # they start together
-    text = profile().to_json() if index == 0 else ""
+    text = profile().to_json()  # all at the same time: cores that are busy slow each other down, as they will when plans run
     if index == 0:
         processes.tell("profile", list(map(float, text.encode())))
     found = Profile.from_json(bytes(map(int, processes.told("profile", 0))).decode())
