@@ -121,7 +121,7 @@ def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
         equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
         left = left[len(equal) :]
         merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
-        found += sorted(equal, key=lambda one: merits[id(one)])  # noqa: B023 - sorted at once
+        found += sorted(equal, key=lambda one: merits[id(one)])
     return found
 
 
