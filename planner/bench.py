@@ -19,7 +19,6 @@ from planner.model import Model
 Tree = Any
 ByProgram = Mapping[str, float]
 
-FEWEST = 3  # repetitions, however little time there is
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group that has no layers
 
@@ -90,26 +89,25 @@ class Bench:
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
             self.flops[ids] = {name: flops for name, (_, flops) in found.items()}
 
-    def time(self, repetitions: int, seconds: float) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Median times of each stage's programs, and of a program of a stage without work, which they are short of.
+        self._taken: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
+        self._turn()  # warms up
+        self._taken = {key: [] for key in self._taken}
 
-        Args:
-            repetitions: at most; 3 at least.
-            seconds: after which no further one begins.
-        """
-        taken: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
-        end = time.perf_counter() + seconds
-        for n in range(max(repetitions, FEWEST) + 1):
-            if n > FEWEST and time.perf_counter() > end:
-                break
-            for name in PROGRAMS:
-                for ids, run in self._runs.items():
-                    one = run.seconds(name)
-                    if n > 0:  # the first one warms up
-                        taken[ids, name].append(one)
-        dispatch = statistics.median(taken[_EMPTY, "forward"] + taken[_EMPTY, "backward"])
-        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in taken.items()}
+    def time(self, repetitions: int) -> None:
+        """Run each program so many times more, one after the other in turns."""
+        for _ in range(repetitions):
+            self._turn()
+
+    def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
+        """Median times of each stage's programs, less that of a program of a stage without work, and this one."""
+        dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
+        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
+
+    def _turn(self) -> None:
+        for name in PROGRAMS:
+            for ids, run in self._runs.items():
+                self._taken[ids, name].append(run.seconds(name))
 
 
 class _Run:

@@ -1,6 +1,7 @@
 """The memory of a plan from its own compiled stages, in place of the sum over layers."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 
 import jpipe
 from planner.choose import Choice, Ranked
+from planner.memory import stage_bytes, waiting_inputs
 from planner.simulated import simulated
 
 
@@ -48,5 +50,34 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology))
+    if exact.simulated is None:  # too long to simulate: the closed form, of the exact bytes
+        exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     errors = [estimate / true - 1 for estimate, true in zip(ranked.candidate.memory, exact.memory, strict=True)]
     return Compiled(exact, tuple(errors), None if limit is None else max(exact.memory) - limit)
+
+
+def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[int, ...]:
+    """Bytes that a worker of each stage holds at most, in a pipeline whose stages are about equally fast."""
+    rules, found = jpipe.SCHEDULES[plan.schedule], []
+    for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
+        ahead = rules.in_flight(plan, s)
+        sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
+        fused = s == plan.depth - 1 and ahead == 1  # what stays until the backward is scratch memory of the one program
+        found.append(
+            stage_bytes(
+                weights=cost.weights,
+                optimizer=cost.optimizer,
+                state=cost.state,
+                residuals=0 if fused else cost.residuals,
+                inputs=cost.inputs,
+                outputs=cost.outputs,
+                temporary=cost.temporary,
+                labels=cost.labels,
+                versions=rules.versions_alive(plan, s),
+                in_flight=ahead,
+                waiting=waiting_inputs(ahead, replicas, sent),
+                replicas=replicas,
+                sync_state=plan.sync_state,
+            )
+        )
+    return tuple(int(size) for size in found)

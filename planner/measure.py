@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,10 +12,11 @@ import optax
 
 import jpipe
 from planner.analyze import PROGRAMS
-from planner.bench import FEWEST, Bench, ByProgram, Programs
+from planner.bench import Bench, ByProgram, Programs
 from planner.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
 from planner.profile import Profile
 
+FEWEST = 3  # repetitions, however little time there is
 SHORT = 2e-4  # seconds; programs that take less are timed in groups
 
 
@@ -33,9 +35,10 @@ def measure(
 ) -> Profile:
     """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
-    Forward, backward and update of each distinct layer are compiled as a stage of their own and run in turns, so that a slow moment of
-    the machine, and what caches hold, is no single layer's. A time is a median, less what a stage without work takes, which is the
-    profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, whose time is split by FLOPs.
+    Forward, backward and update of each distinct layer are compiled as a stage of their own and run in turns, those of all sizes, so
+    that a slow moment of the machine, and what caches hold, is no single layer's; the arrays of all sizes are there at the same time. A
+    time is a median, less what a stage without work takes, which is the profile's `dispatch`. Neighbours that are too short to be timed
+    alone are timed as one stage, whose time is split by FLOPs.
 
     Args:
         stack: the model.
@@ -63,24 +66,39 @@ def measure(
         for rows in model.sizes:
             programs.begin(alone, rows)
         held = count_bytes(model, policies, meter)  # while XLA compiles
-        for rows in model.sizes:
-            programs.finish()  # what is timed is all that runs
+        programs.finish()  # what is timed is all that runs
+        lone = {rows: Bench(programs, alone, rows) for rows in model.sizes}
+        groups = {}
+        for rows, bench in lone.items():
+            bench.time(FEWEST)
             meter.step()
-            lone = Bench(programs, alone, rows)
-            roughly, _ = lone.time(FEWEST, 0.0)
-            groups = short_groups(model.stack.ids, model.like, roughly)
-            programs.begin(groups, rows)
-            programs.finish()
-            found, empty = (lone if groups == alone else Bench(programs, groups, rows)).time(repetitions, seconds / len(model.sizes))
-            dispatch.append(empty)
-            shares = [share for ids, taken in found.items() for share in split(taken, {i: lone.flops[model.like[i],] for i in ids}).items()]
-            for layer_id in model.distinct:
-                own = [seconds for other, seconds in shares if model.like[other] == layer_id]
-                forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
-                costs[layer_id, rows] = Costs(forward, backward, update, lone.temporary[layer_id,], lone.flops[layer_id,]["forward"])
-            meter.step()
+            groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
+            programs.begin(groups[rows], rows)
+        programs.finish()
+    benches = {rows: lone[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    _in_turns(list(benches.values()), repetitions, seconds)
+    for rows, bench in benches.items():
+        found, empty = bench.medians()
+        dispatch.append(empty)
+        flops = lone[rows].flops
+        shares = [share for ids, taken in found.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+        for layer_id in model.distinct:
+            own = [seconds for other, seconds in shares if model.like[other] == layer_id]
+            forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
+            costs[layer_id, rows] = Costs(forward, backward, update, lone[rows].temporary[layer_id,], flops[layer_id,]["forward"])
+        meter.step()
     name = device.device_kind
     return profile_of(model, costs, held, source="measured", device=name, dispatch=statistics.median(dispatch))
+
+
+def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
+    """Time all sizes in turns, for a machine may be slow for seconds on end."""
+    end = time.perf_counter() + seconds
+    for n in range(repetitions):
+        if n >= FEWEST and time.perf_counter() > end:
+            break
+        for bench in benches:
+            bench.time(1)
 
 
 def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:

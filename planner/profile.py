@@ -12,7 +12,7 @@ from jpipe import InputError
 
 FORMAT = "jpipe-profile/1"
 
-Bytes = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums of them stay within 64 bits
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

@@ -1,5 +1,6 @@
 """Where a model is to run, as data: workers joined level by level, each level slower than the one inside it, and what one device can do."""
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import jpipe
 from jpipe import InputError
 
 FORMAT = "jpipe-topology/1"
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _PREFIXES = {
     "": 1.0,
     "K": 1e3,
@@ -42,6 +44,8 @@ def _in(unit: str) -> BeforeValidator:
     def convert(value: Any) -> Any:
         if not isinstance(value, str):
             return value
+        with contextlib.suppress(ValueError):  # YAML takes 3e9 for text
+            return float(value)
         found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
         for name, factor in units.items():
             prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
@@ -108,6 +112,14 @@ class Device(_Data):
     flops: dict[str, Annotated[float, _in("FLOP/s"), Positive]] = {}
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
     memory_bandwidth: Annotated[float, _in("bytes a second"), Positive] | None = None
+
+    @pydantic.field_validator("flops")
+    @classmethod
+    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+        for name in flops:
+            if name not in DTYPES:
+                raise ValueError(f"unknown dtype {name!r}; {jpipe.nearest(name, DTYPES)}")
+        return flops
 
 
 class Topology(_Data):
@@ -184,7 +196,7 @@ class Topology(_Data):
         """
         try:
             data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError, ValueError) as error:  # the latter two: nested too deeply, no such date
             mark = getattr(error, "problem_mark", None)
             place = f" at line {mark.line + 1}" if mark else ""
             raise InputError(f"{where}: expected a topology as YAML, found text that is none{place}") from None

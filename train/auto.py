@@ -31,8 +31,10 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     profile = Profile.from_json(together.from_first("the profile of process 0", own.to_json))
     topology = local_topology(dispatch=profile.dispatch)
 
+    request = Request(all_workers=together.processes is not None)
+
     def best() -> str:
-        choice, _ = search(profile, topology, batch, Request(), parts.clip is not None)
+        choice, _ = search(profile, topology, batch, request, parts.clip is not None)
         if not choice.ranked:
             raise jpipe.InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
         chosen, proof = prove(choice, parts, lambda ranked, _: reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}"))

@@ -1,5 +1,6 @@
 """What `jpipe plan` prints, writes and draws."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +72,8 @@ def main(
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
-    batch = request.batch or (config.train.batch_size if files.config is not None else None)
+    own_batch = config.train.batch_size if files.config is not None else None
+    batch = request.batch or own_batch
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
     profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
@@ -88,6 +90,10 @@ def main(
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, files, choice, chosen if proof is None else proof.ranked, candidates)
+    if files.out is not None and files.config is not None:
+        changes = [*overrides, *([] if chosen.candidate.batch == own_batch else [f"train.batch_size={chosen.candidate.batch}"])]
+        command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
+        reporter.say(f"train with it: {shlex.join(command)}")
 
 
 def _check(files: Files, request: Request, rows: int) -> None:
@@ -152,7 +158,7 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
         reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.workers < topology.num_workers:
-        reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}: more would not make it faster")
+        reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
     rank = choice.ranked.index(chosen) + 1
     reporter.say(f"chosen: rank {rank}, {table.name(candidate)}")
     plan = choice.plan(chosen)
@@ -165,7 +171,7 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
     if proof is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
-        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates: set train.batch_size to that")
+        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
 
 
 def _write(reporter: Reporter, files: Files, choice: Choice, chosen: Ranked, candidates: Sequence[Candidate]) -> None:
@@ -185,5 +191,3 @@ def _write(reporter: Reporter, files: Files, choice: Choice, chosen: Ranked, can
             raise InputError(f"{option}: cannot write '{path}': {error.strerror}; choose another file") from None
     if written:
         reporter.say("written: " + ", ".join(path for _, path, _ in written))
-    if files.out is not None and files.config is not None:
-        reporter.say(f"train with it: jpipe train {files.config} --set plan.file={files.out}")

@@ -23,7 +23,7 @@ from planner.profile import Profile
 from planner.topology import Topology
 from train import data, model
 from train.build import force_cpu_devices, start_devices
-from train.config import Config
+from train.config import MOST_MICROBATCHES, Config
 from train.optimizer import optimizer
 from train.progress import Reporter
 
@@ -43,6 +43,7 @@ class Request:
         schedules: those to try; none: all.
         workers: of "local"; None: one on each device, on CPUs one on each core.
         pipedream: how PipeDream's stages are found, see `planner.candidates.find_candidates`.
+        all_workers: whether none may stay idle, as where each is a process of its own.
     """
 
     topology: str = LOCAL
@@ -51,6 +52,7 @@ class Request:
     schedules: tuple[str, ...] = ()
     workers: int | None = None
     pipedream: Updates = "batch"
+    all_workers: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,19 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     """The ranking, and all candidates.
 
     Raises:
-        InputError: no plan has such a batch.
+        InputError: no plan has such a batch, or clips with the schedules that are asked for.
     """
     allowed = request.schedules or tuple(jpipe.SCHEDULES)
     schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
+    if not schedules:
+        raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
     exact = not request.up_to
-    candidates = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream)
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream)
+    candidates = [
+        candidate
+        for candidate in found
+        if candidate.microbatches <= MOST_MICROBATCHES and (candidate.workers == topology.num_workers or not request.all_workers)
+    ]
     if not candidates:
         raise InputError(
             f"plan: no plan has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
@@ -162,13 +171,22 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
 
 
 def prove(choice: Choice, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Ranked, Compiled | None]:
-    """The best plan whose compiled stages fit; those before it that do not are told."""
+    """The best plan whose compiled stages fit; those before it that do not are told.
+
+    Raises:
+        InputError: there is none; says what the last one lacks.
+    """
+    lacking = 0.0
     for ranked in choice.ranked:
         found = compiled(choice, ranked, parts.pipeline(choice.plan(ranked)), parts.rows(ranked.candidate.batch), jax.devices()[0])
         if found.fits:
             return ranked, found
+        lacking = found.lacking or 0.0
         tell(ranked, found)
-    raise InputError("plan: of no plan that seemed to fit do the compiled stages fit; allow recomputation or smaller microbatches")
+    raise InputError(
+        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {lacking / 1e9:,.3g} GB on a worker; "
+        "use more workers, a smaller batch or devices with more memory"
+    )
 
 
 def prepare(request: Request) -> int | None:

@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 import jax
 
 import jpipe
+import planner
 from train import config_file, distributed
 from train.build import start_devices
 from train.config import Config
@@ -212,9 +213,9 @@ def _own_code(module: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A digest of the source of jpipe and of this application."""
+    """A digest of the source of jpipe, of its planner and of this application."""
     digest = hashlib.sha256()
-    for package in (Path(jpipe.__file__).parent, Path(__file__).parent):
+    for package in (Path(jpipe.__file__).parent, Path(planner.__file__).parent, Path(__file__).parent):
         for file in sorted(package.rglob("*.py")):
             digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

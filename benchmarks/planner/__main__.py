@@ -31,7 +31,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in PARTS]:
         parser.error(f"unknown part '{unknown[0]}'; known: {', '.join(PARTS)}")
-    jax.config.update("jax_platforms", "cpu")
     results: dict[str, Any] = {"machine": describe()}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     for name in options.names or PARTS:
@@ -42,4 +41,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     main()

@@ -16,7 +16,7 @@ import numpy as np
 import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
-from benchmarks.programs import Program, ProgramFailed, free_port, python_module, steps_per_second
+from benchmarks.programs import Program, ProgramFailed, free_port, python_module
 from planner.candidates import find_candidates
 from planner.choose import choose
 from planner.profile import Profile
@@ -104,7 +104,7 @@ def _measure(count: int, names: tuple[str, ...]) -> dict[str, Any]:
                 break
             predicted = simulated(plan, _costs(profile, plan, rows, answers), topology)
             assert predicted is not None
-            seconds = count / steps_per_second([answer["ends"] for answer in answers])
+            seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)
             peaks = {int(w): size for answer in answers for w, size in answer["peaks"].items()}
             found.append(Row(plan, rows, predicted, seconds, peaks))
             _print(found[-1])

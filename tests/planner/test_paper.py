@@ -38,7 +38,7 @@ def recurrence(layers, levels, price):
     return a(len(levels) - 1, 0, len(layers), levels[-1][0])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     layers=st.lists(NUMBERS, min_size=1, max_size=5),
     levels=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.5, 2.0, 8.0])), min_size=1, max_size=3),

@@ -97,7 +97,7 @@ def without_policies(partition):
     return tuple(stage._replace(recompute="none") for stage in partition.stages)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(numbers=problems())
 def test_search_without_a_limit_equals_exhaustive_search(numbers):
     problem = build(**numbers)
@@ -108,7 +108,7 @@ def test_search_without_a_limit_equals_exhaustive_search(numbers):
     assert found == evaluate(problem, found.stages)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(numbers=problems(), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
 def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     problem = build(**numbers)

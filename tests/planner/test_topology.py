@@ -107,3 +107,18 @@ def test_text_that_is_no_topology_is_refused(text, message):
     with pytest.raises(jpipe.InputError) as error:
         Topology.from_yaml(text, "t.yaml")
     assert str(error.value.args[0]) == f"t.yaml: {message}"
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "a: 2026-99-99", f"a: {'9' * 5000}"])
+def test_text_that_yaml_fails_on_in_other_ways_is_refused_too(text):
+    with pytest.raises(jpipe.InputError, match="expected a topology as YAML"):
+        Topology.from_yaml(text)
+
+
+def test_a_number_with_an_exponent_is_a_number():
+    assert Topology.from_yaml("{format: jpipe-topology/1, levels: [{count: 2, bandwidth: 3e9}]}").levels[0].bandwidth == 3e9
+
+
+def test_dtypes_that_are_none_are_refused():
+    with pytest.raises(jpipe.InputError, match="unknown dtype 'fp16'; did you mean 'float16'"):
+        Topology(levels=({"count": 2, "bandwidth": 1},), device={"flops": {"fp16": 1e12}})

@@ -58,7 +58,7 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two workers
     assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
-    assert "train with it: jpipe train tiny.yaml --set plan.file=plan.json" in out
+    assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
     assert plan.replicas == (2,)
@@ -119,7 +119,7 @@ def test_a_graph_of_the_original_is_planned(files, capsys):
 def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
-    assert re.search(r"it uses \d of 16 workers: more", out)
+    assert re.search(r"it uses \d of 16 workers; the others", out)
 
 
 def test_clipping_leaves_the_schedules_that_flush(files, capsys):
@@ -186,3 +186,23 @@ def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_worker():
     assert sizes_for(2048, 64, 6) == (2, 4, 8, 16, 32, 64)
     assert sizes_for(2, 64, 6) == (1,)
     assert all(60 % rows == 0 for rows in sizes_for(60, 3, 6))
+
+
+def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files, capsys):
+    arguments = "tiny.yaml", *BOTH, "--batch=8", "--set", "optimizer.learning_rate=0.02", "--out=plan.json", "--schedules=gpipe"
+    out = planned(capsys, *arguments)
+    assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
+
+
+def test_clipping_with_schedules_that_cannot_is_refused(files, capsys):
+    arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream_2bw"
+    assert cli.main(["plan", *arguments]) == 2
+    assert "needs a schedule that flushes, found pipedream_2bw; add one" in capsys.readouterr().err
+
+
+def test_no_worker_may_stay_idle_where_each_is_a_process():
+    topology = Topology.flat(7, 1e9)
+    found, _ = planning.search(profile(), topology, 8, planning.Request(), clips=False)
+    assert any(ranked.candidate.workers < 7 for ranked in found.ranked)
+    with pytest.raises(jpipe.InputError, match="no plan has a batch of 8 rows in microbatches of 1, 2 rows on 7 workers"):
+        planning.search(profile(), topology, 8, planning.Request(all_workers=True), clips=False)

@@ -349,7 +349,7 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
 
     monkeypatch.setattr(loop, "joined", joined)
 
-    def ready(config, _):
+    def ready(config, *_):
         plan = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=config.plan.microbatches)
         return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
 
