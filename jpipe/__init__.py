@@ -16,7 +16,7 @@ from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Pipeline, join_processes
 from jpipe._placement import placement_grid
-from jpipe._plan import RECOMPUTE, Plan, Predicted, Stage
+from jpipe._plan import RECOMPUTE, Plan, Predicted, Stage, read_json
 from jpipe._processes import PeerLost, Processes
 from jpipe._program import Program
 from jpipe._runtime import Event
@@ -82,6 +82,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "fit_costs",
     "keep_freed_memory",
     "InputError",
+    "read_json",
     "explain",
     "nearest",
 ]

@@ -274,24 +274,38 @@ class Plan(pydantic.BaseModel):
         Raises:
             InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
         """
-        try:
-            data = json.loads(text, object_pairs_hook=_object)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{where}: expected a plan as JSON, found text that is none or is cut off "
-                f"at line {error.lineno}, column {error.colno} ({error.msg})"
-            ) from None
-        except (RecursionError, ValueError):
-            raise InputError(
-                f"{where}: expected a plan as JSON, found text nested too deeply, or a number of thousands of digits"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
-            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found}; is this a plan of jpipe?')
+        data = read_json(text, FORMAT, where)
         try:
             return cls(**data)
         except InputError as error:
             raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
+
+
+def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text, if its key `format` says that it is what is expected.
+
+    Args:
+        text: somebody's; a key that is there twice gets a value that no field takes.
+        expected: the format, such as "jpipe-plan/1".
+        where: names the source (a file, say) in error messages.
+
+    Raises:
+        InputError: no JSON (with line and column), no object, or of another format.
+    """
+    kind = expected.removeprefix("jpipe-").partition("/")[0]
+    try:
+        data = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where}: expected a {kind} as JSON, found text that is none or is cut off "
+            f"at line {error.lineno}, column {error.colno} ({error.msg})"
+        ) from None
+    except (RecursionError, ValueError):
+        raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
+    if not isinstance(data, dict) or data.get("format") != expected:
+        found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
+        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {found}; is this a {kind} of jpipe?')
+    return data
 
 
 class _Twice:

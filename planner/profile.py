@@ -183,20 +183,7 @@ class Profile(_Data):
         Raises:
             InputError: no JSON, not a profile of this format, or numbers that cannot be.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{where}: expected a profile as JSON, found text that is none or is cut off "
-                f"at line {error.lineno}, column {error.colno} ({error.msg})"
-            ) from None
-        except (RecursionError, ValueError):
-            raise InputError(
-                f"{where}: expected a profile as JSON, found text nested too deeply, or a number of thousands of digits"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f'{where}: expected a JSON object with "format": "{FORMAT}", found {found!r}; is this a profile of jpipe?')
+        data = jpipe.read_json(text, FORMAT, where)
         try:
             return cls(**data)
         except InputError as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import optax
 
 import jpipe
-from planner.local import usable_cores
+from planner.local import host_memory, usable_cores
 from train import data, model
 from train.config import AUTO, MOST_MICROBATCHES, Config, PlanConfig
 from train.optimizer import optimizer
@@ -164,10 +163,7 @@ def bytes_of(specs: Any) -> int:
 def memory_of(devices: Sequence[Any]) -> float:
     """Bytes of memory of these devices together; infinite where that is not known."""
     if devices[0].platform == "cpu":
-        try:
-            return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        except (AttributeError, ValueError, OSError):  # not on every system
-            return math.inf
+        return host_memory()
     return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
 
 
