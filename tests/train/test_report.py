@@ -12,7 +12,7 @@ import pytest
 import jpipe
 from tests.train import browser
 from train import loss_curve
-from train.report import Comparison, Report, compare, why_slower, write_report
+from train.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
 STEPS = 300
@@ -146,6 +146,17 @@ def test_a_comparison_is_of_what_both_know():
     assert peak == Comparison("peak memory, worker 0", "1.5 kB", "1.8 kB", "1.20")
     assert compare(None, measured)[0] == Comparison("time of a step", "–", "250 ms", "–")
     assert compare(predicted, None)[2] == Comparison("peak memory, worker 0", "1.5 kB", "–", "–")
+
+
+def test_what_was_measured_stands_beside_what_was_planned():
+    plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
+    found = as_predicted(plan, measured, [1000, 2000])
+    assert found.batch_seconds == measured.step_seconds
+    assert found.peak_bytes == (measured.peak_bytes[0] + 1000, measured.peak_bytes[1] + 2000)
+    planned = jpipe.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
+    rows = compare_with_plan(planned, found)
+    assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
+    assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stage {s}" for s in (0, 1)]
 
 
 def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
