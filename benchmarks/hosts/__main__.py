@@ -33,7 +33,6 @@ def main() -> int:
     """Measure, print a table for each workload and number of hosts, write JSON."""
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
-    jax.config.update("jax_platforms", "cpu")
     results: dict[str, Any] = {"machine": describe(), "epoch_samples": EPOCH, "runs": []}
     machine = results["machine"]
     try:
@@ -178,4 +177,5 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

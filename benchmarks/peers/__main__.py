@@ -38,7 +38,6 @@ def main() -> int:
     if len(cores) < WORKERS:
         print(f"bench-peers: expected {WORKERS} cores to pin workers to, found {len(cores)}", file=sys.stderr)
         return 2
-    jax.config.update("jax_platforms", "cpu")
     results: dict[str, Any] = {"machine": describe(), "runs": []}
     print(f"{results['machine']['device']}, {WORKERS} of {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     if not os.access(options.torch, os.X_OK):
@@ -141,4 +140,5 @@ def _print(microbatches: int, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())
