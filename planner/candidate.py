@@ -65,6 +65,11 @@ class Candidate:
         return self.batch / self.seconds
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What it shares with plans that differ from it in sizes only: schedule, replicas of each stage, and what is kept together."""
+        return self.schedule, self.update_every, self.replicas, self.keep_together
+
+    @property
     def rank(self) -> tuple[object, ...]:
         """What to sort by: plans that fit, fast ones first; of equal ones that with fewer stages, a flush, less memory, a smaller batch."""
         schedule = jpipe.SCHEDULES[self.schedule]

@@ -1,6 +1,8 @@
 """From many candidates to a ranking: the best of each kind are simulated, and where closed form and simulation differ it is told why."""
 
+import bisect
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,35 +83,61 @@ class Choice:
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
 
 
-def choose(profile: Profile, topology: Topology, candidates: Iterable[Candidate], *, most: int = SIMULATED) -> Choice:
+def choose(
+    profile: Profile,
+    topology: Topology,
+    candidates: Iterable[Candidate],
+    *,
+    most: int = SIMULATED,
+    tried: dict[Candidate, Ranked] | None = None,
+) -> Choice:
     """Rank candidates: those that fit by their closed form, the best of them by simulation.
+
+    One that the simulation finds too large gives way to the next of its kind that is smaller.
 
     Args:
         profile: of the model.
         topology: what they run on.
         candidates: of any schedules, priced alike.
         most: how many to simulate; more, up to four times as many, as long as another one's closed form promises to be faster still.
+        tried: those that were simulated before; is added to.
     """
+    tried = {} if tried is None else tried
     everything = sorted(candidates, key=lambda candidate: candidate.rank)
-    fitting = _best_of_each_kind(candidate for candidate in everything if candidate.over is None)
-    lacking = _best_of_each_kind(candidate for candidate in everything if candidate.over is not None)
-    limit = topology.device.memory
-    ranked, fastest = [], 0.0
-    for n, candidate in enumerate(fitting[: _PATIENCE * most]):
-        if n >= most and candidate.samples_per_second <= fastest:
+    fitting = [candidate for candidate in everything if candidate.over is None]
+    limit = math.inf if topology.device.memory is None else topology.device.memory
+    queue, fastest = _best_of_each_kind(fitting), 0.0
+    ranked: list[Ranked] = []
+    too_large: list[Candidate] = []
+    while queue and len(ranked) + len(too_large) < _PATIENCE * most:
+        candidate = queue[0]
+        if len(ranked) >= most and candidate.samples_per_second <= fastest:
             break  # no simulation is to be expected to be faster than its closed form
-        ranked.append(_simulate(profile, topology, candidate))
-        if limit is None or max(ranked[-1].memory) <= limit:
-            fastest = max(fastest, ranked[-1].samples_per_second)
-    rest = [Ranked(candidate) for candidate in fitting[len(ranked) :]]
-    too_large = [one for one in ranked if limit is not None and max(one.memory) > limit]
-    ranked = _in_order([one for one in ranked if one not in too_large])
-    kinds = {_kind(candidate) for candidate in fitting}
-    rejected = [
-        *(_over(one.candidate, one.memory, limit) for one in too_large if limit is not None),
-        *(candidate for candidate in lacking if _kind(candidate) not in kinds),
+        queue.pop(0)
+        if candidate not in tried:
+            tried[candidate] = _simulate(profile, topology, candidate)
+        one = tried[candidate]
+        if max(one.memory) <= limit:
+            ranked.append(one)
+            fastest = max(fastest, one.samples_per_second)
+        else:
+            too_large.append(_over(candidate, one.memory, limit))
+            if smaller := smaller_than(candidate, fitting):
+                bisect.insort(queue, smaller[0], key=lambda candidate: candidate.rank)
+    rest = [Ranked(candidate) for candidate in queue]
+    kinds = {candidate.kind for candidate in (*queue, *(one.candidate for one in ranked))}
+    lacking = [candidate for candidate in everything if candidate.over is not None]
+    rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
+    return Choice(profile, topology, (*_in_order(ranked), *rest), tuple(rejected), len(everything))
+
+
+def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
+    """Those of its kind that come after it and need less memory."""
+    return [
+        other
+        for other in others
+        if other.kind == candidate.kind and other.rank > candidate.rank and max(other.memory) < max(candidate.memory)
     ]
-    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything))
 
 
 def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
@@ -125,14 +153,10 @@ def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
     return found
 
 
-def _kind(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.schedule, candidate.update_every, candidate.replicas, candidate.keep_together
-
-
 def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
-        best.setdefault(_kind(candidate), candidate)
+        best.setdefault(candidate.kind, candidate)
     return list(best.values())
 
 

@@ -4,6 +4,7 @@ import jax
 
 import jpipe
 from planner import table
+from planner.choose import Ranked
 from planner.local import local_topology
 from planner.profile import Profile
 from train.config import Config
@@ -34,15 +35,19 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     request = Request(all_workers=together.processes is not None)
 
     def best() -> str:
-        choice, _ = search(profile, topology, batch, request, parts.clip is not None)
+        choice, candidates = search(profile, topology, batch, request, parts.clip is not None)
         if not choice.ranked:
             raise jpipe.InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
-        chosen, proof = prove(choice, parts, lambda ranked, _: reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}"))
+        choice, chosen, proof = prove(choice, candidates, parts, lambda ranked, _: _tell_misfit(reporter, ranked))
         candidate = chosen.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
             f"expected {table.rate(chosen.samples_per_second)} samples/s; the best of {choice.considered:,} candidates"
         )
-        return choice.plan(chosen if proof is None else proof.ranked).to_json()
+        return choice.plan(proof.ranked).to_json()
 
     return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
+
+
+def _tell_misfit(reporter: Reporter, ranked: Ranked) -> None:
+    reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}")

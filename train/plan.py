@@ -84,7 +84,7 @@ def main(
     chosen, proof = choice.ranked[0], None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            chosen, proof = prove(choice, parts, partial(_tell_misfit, reporter))
+            choice, chosen, proof = prove(choice, candidates, parts, partial(_tell_misfit, reporter))
     _tell(reporter, choice, chosen, proof, batch)
     if explain:
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:

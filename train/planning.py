@@ -1,6 +1,6 @@
 """What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from jpipe import InputError
 from planner.analyze import analyze
 from planner.candidate import Candidate
 from planner.candidates import Updates, find_candidates
-from planner.choose import Choice, Ranked, choose
+from planner.choose import Choice, Ranked, choose, smaller_than
 from planner.compiled import Compiled, compiled
 from planner.graph_txt import read_graph_txt
 from planner.local import usable_cores
@@ -170,19 +170,29 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     return choose(profile, topology, candidates), candidates
 
 
-def prove(choice: Choice, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Ranked, Compiled | None]:
-    """The best plan whose compiled stages fit; those before it that do not are told.
+def prove(
+    choice: Choice, candidates: Sequence[Candidate], parts: Parts, tell: Callable[[Ranked, Compiled], None]
+) -> tuple[Choice, Ranked, Compiled]:
+    """The best plan whose compiled stages fit, and the ranking in which it is the first; those before it that do not fit are told.
+
+    One that does not gives way to the next of its kind that is smaller, and to those of other kinds.
 
     Raises:
         InputError: there is none; says what the last one lacks.
     """
+    left, tried = list(candidates), {ranked.candidate: ranked for ranked in choice.ranked if ranked.simulated is not None}
     lacking = 0.0
-    for ranked in choice.ranked:
+    while choice.ranked:
+        ranked = choice.ranked[0]
         found = compiled(choice, ranked, parts.pipeline(choice.plan(ranked)), parts.rows(ranked.candidate.batch), jax.devices()[0])
         if found.fits:
-            return ranked, found
+            return choice, ranked, found
         lacking = found.lacking or 0.0
         tell(ranked, found)
+        failed = ranked.candidate
+        smaller = set(smaller_than(failed, left))
+        left = [other for other in left if other.kind != failed.kind or other in smaller]
+        choice = choose(choice.profile, choice.topology, left, tried=tried)
     raise InputError(
         f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {lacking / 1e9:,.3g} GB on a worker; "
         "use more workers, a smaller batch or devices with more memory"

@@ -30,13 +30,28 @@ UNEVEN = ("pipedream",)  # schedules whose stages may have different replicas he
 
 
 class Row(NamedTuple):
-    """One plan."""
+    """One plan.
+
+    Attributes:
+        plan: what was run.
+        rows: of a microbatch.
+        predicted: from the profile.
+        measured: seconds a step.
+        slower: how many times as long as at the time of the profile the cores needed, meanwhile, for one and the same computation.
+        peaks: bytes, by worker.
+    """
 
     plan: jpipe.Plan
     rows: int
     predicted: Simulated
-    seconds: float
+    measured: float
+    slower: float
     peaks: dict[int, int]
+
+    @property
+    def seconds(self) -> float:
+        """Measured, on cores as fast as they were for the profile."""
+        return self.measured / self.slower
 
     @property
     def time_ratio(self) -> float:
@@ -88,7 +103,8 @@ def _measure(count: int, names: tuple[str, ...]) -> dict[str, Any]:
     commands = [python_module("benchmarks.planner.plan_runner", index, count, port) for index in range(count)]
     found: list[Row] = []
     with Program("plans", commands, [cores[index % len(cores)] for index in range(count)], ENVIRONMENT) as program:
-        facts = program.facts()[0]
+        said = program.facts()
+        facts = said[0]
         profile = Profile(**facts["profile"])
         topology = Topology(**(facts["topology"] | {"cores": len(cores)}))
         print(f"{count} processes on {len(cores)} cores: {profile.dispatch * 1e6:.0f} µs a dispatch, links {topology.levels[0]}")
@@ -104,9 +120,10 @@ def _measure(count: int, names: tuple[str, ...]) -> dict[str, Any]:
                 break
             predicted = simulated(plan, _costs(profile, plan, rows, answers), topology)
             assert predicted is not None
+            slower = statistics.fmean(answer["pace"] / told["pace"] for answer, told in zip(answers, said, strict=True))
             seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)
             peaks = {int(w): size for answer in answers for w, size in answer["peaks"].items()}
-            found.append(Row(plan, rows, predicted, seconds, peaks))
+            found.append(Row(plan, rows, predicted, seconds, slower, peaks))
             _print(found[-1])
     return _summary(count, found, profile, topology)
 
@@ -124,8 +141,8 @@ def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str
 
 def _print(row: Row) -> None:
     print(
-        f"{name_of(row.plan, row.rows):<52} predicted {row.predicted.batch_seconds * 1e3:7.1f} ms  measured {row.seconds * 1e3:7.1f} ms  "
-        f"{row.time_ratio:.2f}  memory {row.memory_ratio:.2f}",
+        f"{name_of(row.plan, row.rows):<52} predicted {row.predicted.batch_seconds * 1e3:7.1f} ms  measured {row.measured * 1e3:7.1f} ms  "
+        f"cores {row.slower:.2f}  {row.time_ratio:.2f}  memory {row.memory_ratio:.2f}",
         flush=True,
     )
 

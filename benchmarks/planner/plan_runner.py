@@ -1,14 +1,19 @@
 """`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run any plan they are told.
 
 It says what the planner needs to know (the profile of process 0, and the links measured by all of them), then, for each line of JSON with a
-plan and a number of steps, how long these took and what its workers held.
+plan and a number of steps, how long these took and what its workers held. Before and after each it times a step of the whole model, alone:
+that says how fast its core was meanwhile, which on a machine that others use too changes by a fifth within a minute.
 """
 
 import json
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -32,15 +37,22 @@ def main(index: int, count: int, port: int) -> None:
     processes = jpipe.join_processes(limit=120.0, wait=_LONG)
     assert processes is not None
     jax.devices()  # they start together
+    pace = _pace()
+    paces = [pace()]
     text = profile().to_json()  # all at the same time: cores that are busy slow each other down, as they will when plans run
+    paces.append(pace())
     if index == 0:
         processes.tell("profile", list(map(float, text.encode())))
     found = Profile.from_json(bytes(map(int, processes.told("profile", 0))).decode())
     topology = local_topology(dispatch=found.dispatch)
-    print(json.dumps({"profile": json.loads(found.to_json()), "topology": topology.model_dump(mode="json")}), flush=True)
+    facts = {"profile": json.loads(found.to_json()), "topology": topology.model_dump(mode="json")}
+    print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)
+    paces = [pace()]
     for line in sys.stdin:
         told = json.loads(line)
-        print(json.dumps(run(jpipe.Plan(**told["plan"]), told["steps"])), flush=True)
+        answer = run(jpipe.Plan(**told["plan"]), told["steps"])
+        paces.append(pace())
+        print(json.dumps({**answer, "pace": statistics.fmean(paces[-2:])}), flush=True)
 
 
 def profile() -> Profile:
@@ -54,6 +66,39 @@ def profile() -> Profile:
     return measure(stack, batch, gpt.loss, optimizer(), SIZES, seconds=20.0)
 
 
+def _pace() -> Callable[[], float]:
+    """A function that runs forward and backward of the whole model for a third of a second, and says how long one takes."""
+    stack, (inputs, labels) = gpt.gpt(MODEL), _batch(SIZES[0])
+    specs = {layer_id: (spec.params, spec.state) for layer_id, spec in stack.specs(inputs).items()}
+    params, state = (jax.tree.map(_filled, {layer_id: spec[n] for layer_id, spec in specs.items()}) for n in (0, 1))
+
+    def summed(params: Any) -> Any:
+        outputs, _ = stack.apply(stack.ids, params, state, inputs, key=None, microbatch=0, train=False)
+        return gpt.loss(outputs, labels)[0]
+
+    pass_ = jax.jit(jax.grad(summed))
+    jax.block_until_ready(pass_(params))
+
+    def measured() -> float:
+        seconds = []
+        while sum(seconds) < 1 / 3:
+            begin = time.perf_counter()
+            jax.block_until_ready(pass_(params))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    return measured
+
+
+def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.full(spec.shape, 0.01, spec.dtype)
+
+
+def _batch(rows: int) -> Any:
+    tokens = np.random.default_rng(0).integers(0, gpt.SYMBOLS, (rows, MODEL.seq_len + 1)).astype(np.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def optimizer() -> optax.GradientTransformation:
     """As in the default config."""
     return optax.adamw(1e-3)
@@ -62,8 +107,7 @@ def optimizer() -> optax.GradientTransformation:
 def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     """When the steps ended, the sizes of the stages, and the most bytes of each worker here: its arrays as they were seen, and the
     scratch memory of its programs."""
-    tokens = np.random.default_rng(0).integers(0, gpt.SYMBOLS, (BATCH, MODEL.seq_len + 1)).astype(np.int32)
-    batch = tokens[:, :-1], tokens[:, 1:]
+    batch = _batch(BATCH)
     pipe = jpipe.Pipeline(gpt.gpt(MODEL), plan, gpt.loss, optimizer())
     runner = Runner(pipe, batch)
     runner(2 * jpipe.batches_until_full(plan) + 2)
