@@ -100,7 +100,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
         computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
         updates = plan.microbatches // problem.microbatches_an_update(stage.replicas)
-        computing += updates * stage.replicas * sum(layer.update for layer in own)
+        computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
         sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
         sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
     return Candidate(

@@ -66,7 +66,7 @@ class Choice:
             together.
         rejected: the best of each kind that does not fit, the one that lacks least first.
         considered: how many candidates there were.
-        notes: what is to be known besides, a line each.
+        clips: whether gradients are clipped by their norm over all stages.
     """
 
     profile: Profile
@@ -74,7 +74,7 @@ class Choice:
     ranked: tuple[Ranked, ...]
     rejected: tuple[Candidate, ...]
     considered: int
-    notes: tuple[str, ...] = ()
+    clips: bool = False
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """The plan of one of them, with what is predicted of it."""
@@ -89,6 +89,7 @@ def choose(
     candidates: Iterable[Candidate],
     *,
     most: int = SIMULATED,
+    clips: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
     """Rank candidates: those that fit by their closed form, the best of them by simulation.
@@ -100,6 +101,7 @@ def choose(
         topology: what they run on.
         candidates: of any schedules, priced alike.
         most: how many to simulate; more, up to four times as many, as long as another one's closed form promises to be faster still.
+        clips: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: those that were simulated before; is added to.
     """
     tried = {} if tried is None else tried
@@ -115,7 +117,7 @@ def choose(
             break  # no simulation is to be expected to be faster than its closed form
         queue.pop(0)
         if candidate not in tried:
-            tried[candidate] = _simulate(profile, topology, candidate)
+            tried[candidate] = _simulate(profile, topology, candidate, clips)
         one = tried[candidate]
         if max(one.memory) <= limit:
             ranked.append(one)
@@ -128,7 +130,7 @@ def choose(
     kinds = {candidate.kind for candidate in (*queue, *(one.candidate for one in ranked))}
     lacking = [candidate for candidate in everything if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*_in_order(ranked), *rest), tuple(rejected), len(everything))
+    return Choice(profile, topology, (*_in_order(ranked), *rest), tuple(rejected), len(everything), clips)
 
 
 def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
@@ -166,10 +168,10 @@ def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidat
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
 
-def _simulate(profile: Profile, topology: Topology, candidate: Candidate) -> Ranked:
+def _simulate(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Ranked:
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
-    found = simulated(plan, costs, topology)
+    found = simulated(plan, costs, topology, clips)
     if found is None or abs(found.batch_seconds / candidate.seconds - 1) <= _DIFFERENT:
         return Ranked(candidate, found)
     return Ranked(candidate, found, _why(plan, costs, topology, found.batch_seconds, candidate.seconds))

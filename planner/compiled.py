@@ -49,7 +49,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         dataclasses.replace(size, forward=time.forward, backward=time.backward, update=time.update)
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
-    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology))
+    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.clips))
     if exact.simulated is None:  # too long to simulate: the closed form, of the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     errors = [estimate / true - 1 for estimate, true in zip(ranked.candidate.memory, exact.memory, strict=True)]
@@ -78,6 +78,7 @@ def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[in
                 waiting=waiting_inputs(ahead, replicas, sent),
                 replicas=replicas,
                 sync_state=plan.sync_state,
+                flushes=rules.flushes,
             )
         )
     return tuple(int(size) for size in found)

@@ -22,11 +22,12 @@ def stage_bytes(
     waiting: Number,
     replicas: Number,
     sync_state: bool = True,
+    flushes: bool = False,
 ) -> Number:
     """The most bytes that a worker of a stage holds while it computes, in a pipeline whose stages are about equally fast.
 
-    A replicated stage sums the gradients of one update while it makes those of the next, and holds its layer state four times: its
-    own, what it set aside for each of both, and what comes of the sum.
+    Without a flush a replicated stage sums the gradients of one update while it makes those of the next, and holds its layer state four
+    times: its own, what it set aside for each of both, and what comes of the sum.
 
     A gradient may arrive while the stage still does the forward before. Where stages differ in their replicas more of them can wait, and
     `simulate` count up to a quarter more.
@@ -45,8 +46,9 @@ def stage_bytes(
         waiting: stage inputs that have arrived and wait for their forward while it is busy, 0 at the first stage (see `waiting_inputs`).
         replicas: r_s.
         sync_state: whether replicas average layer state.
+        flushes: whether the schedule does.
     """
-    shared = np.greater(replicas, 1)
+    shared = np.greater(replicas, 1) & (not flushes)
     kept = (versions + 1 + shared) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
     return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 

@@ -29,7 +29,7 @@ class Problem:
             updates after one microbatch of each of its replicas, whose number is free.
         inputs: bytes of one microbatch's inputs.
         labels: bytes of its labels.
-        dispatch: seconds that each forward and each backward of a stage costs besides its layers.
+        dispatch: seconds that each forward, backward and update of a stage costs besides its layers.
         memory: bytes of a worker; None: not limited.
         policies: recomputation policies that a stage may have. Each takes the cheapest that fits, of equal ones the first.
         sync_state: as in `jpipe.Plan`.
@@ -172,7 +172,7 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
     compute = sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
     summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
-    update = sum(layer.update for layer in own)
+    update = sum(layer.update for layer in own) + problem.dispatch
     return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_an_update(stage.replicas)))
 
 

@@ -1,5 +1,6 @@
 """What a model costs, layer by layer, for several microbatch sizes; as JSON. Where the numbers come from is told in `source`."""
 
+import dataclasses
 import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -150,10 +151,8 @@ class Profile(_Data):
         """What each stage of a plan costs, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
         costs = jpipe.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
-        return tuple(
-            jpipe.StageCost(**{**vars(cost), "forward": cost.forward + self.dispatch, "backward": cost.backward + self.dispatch})
-            for cost in costs
-        )
+        timed = ("forward", "backward", "update")
+        return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...]) -> None:
         """Refuse a profile of another model than the one with the layers `ids`.

@@ -48,7 +48,7 @@ class Runs:
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if again:
             compute = compute + (self._forward[j] - self._forward[i])
-        update = self._update[j] - self._update[i]
+        update = self._update[j] - self._update[i] + problem.dispatch
         summed = 0.0 if level < 0 else all_reduce_seconds(self._weights[j] - self._weights[i], replicas, problem.links[level])
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
         return stage_seconds(compute, update, summed, replicas, every)

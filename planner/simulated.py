@@ -29,23 +29,25 @@ class Simulated:
     sent_bytes: tuple[float, ...]
 
 
-def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> Simulated | None:
+def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology, clips: bool = False) -> Simulated | None:
     """Simulate a plan on a topology, worker w on its device w, or as the plan's `keep_together` says.
 
     Args:
         plan: what to run.
         costs: of its stages, as from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
         topology: the links; where workers share cores, time is stretched while more of them compute than there are cores.
+        clips: whether updates wait for the norm of all stages' gradients.
 
     Returns:
         None where it would take longer than some seconds.
     """
     first = 2 * jpipe.batches_until_full(plan) + (4 if max(plan.replicas) > 1 else 0)  # hidden sums take longer to settle
     shown = first + BATCHES + 1
-    if sum(plan.replicas) * plan.microbatches // max(plan.replicas) * shown > MOST_FORWARDS:
+    if plan.depth * plan.microbatches * shown > MOST_FORWARDS:
         return None
     place = places(plan)
-    prediction = jpipe.simulate(jpipe.lower(plan, shown), costs, lambda source, target: topology.link(place[source], place[target]))
+    program = jpipe.lower(plan, shown, clips=clips)
+    prediction = jpipe.simulate(program, costs, lambda source, target: topology.link(place[source], place[target]))
     window = jpipe.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, BATCHES)
     seconds = _stretched(window.timeline, window.seconds, topology.cores)
     return Simulated(

@@ -21,7 +21,7 @@ class Stages:
         starts: the first layer of each stage.
         forward: seconds of one microbatch, dispatch included.
         backward: the same, by policy: with the forward that is made again.
-        update: seconds.
+        update: seconds, dispatch included.
         weights: bytes of one version.
         optimizer: bytes.
         state: bytes.
@@ -89,6 +89,7 @@ class Layers:
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
         again = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
+        once = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
         return Stages(
             starts=tuple(starts),
             forward=forward + profile.dispatch,
@@ -98,5 +99,5 @@ class Layers:
             labels=labels,
             residuals=kept,
             temporary=np.maximum.reduceat(self._temporary[n], first) + made_again,
-            **{name: np.add.reduceat(values, first) for name, values in self._once.items()},
+            **(once | {"update": once["update"] + profile.dispatch}),
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jpipe
 from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
 
@@ -72,22 +73,18 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """Of a model that fits nowhere: by how much, at which stage, and what to change."""
+    """Of a model that fits nowhere: by how much, at which stage, and what to change that was not tried: recomputation always was."""
     limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
-    layers, workers = len(choice.profile.layers), choice.topology.num_workers
-    advice = []
-    if best.depth < min(layers, workers):
-        advice.append(f"more stages than {best.depth}")
-    elif layers > workers:
-        advice.append(f"more than {workers} workers")
-    if "full" not in best.policies:
-        advice.append("recomputation")
-    if best.rows > 1:
-        advice.append(f"smaller microbatches than {rows_of(best.rows)}")
-    if best.schedule in ("pipedream", "pipedream_2bw"):
-        advice.append("a schedule with one weight version")
-    change = ", ".join(advice) or "a smaller model, smaller layers or devices with more memory"
+    least, workers = min(choice.profile.sizes), choice.topology.num_workers
+    untried = []
+    if len(choice.profile.layers) > workers:
+        untried.append(f"more than {workers} workers, for more stages")
+    if least > 1:
+        untried.append(f"smaller microbatches than {rows_of(least)}")
+    if not any(jpipe.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
+        untried.append("a schedule with one weight version")
+    change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
     return [
         f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} a microbatch, where stage {stage} "
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",

@@ -1,6 +1,5 @@
 """Where a model is to run, as data: workers joined level by level, each level slower than the one inside it, and what one device can do."""
 
-import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -8,11 +7,11 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
-import yaml
 from pydantic import BeforeValidator, Field
 
 import jpipe
 from jpipe import InputError
+from planner.plain_yaml import parse
 
 FORMAT = "jpipe-topology/1"
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -44,8 +43,6 @@ def _in(unit: str) -> BeforeValidator:
     def convert(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        with contextlib.suppress(ValueError):  # YAML takes 3e9 for text
-            return float(value)
         found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
         for name, factor in units.items():
             prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
@@ -192,14 +189,9 @@ class Topology(_Data):
             where: names the source (a file, say) in error messages.
 
         Raises:
-            InputError: no YAML (with the line), not a topology, or numbers that cannot be.
+            InputError: no YAML (with line and column), not a topology, or numbers that cannot be.
         """
-        try:
-            data = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:  # the latter two: nested too deeply, no such date
-            mark = getattr(error, "problem_mark", None)
-            place = f" at line {mark.line + 1}" if mark else ""
-            raise InputError(f"{where}: expected a topology as YAML, found text that is none{place}") from None
+        data = parse(text, where)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {found!r}; is this a topology of jpipe?")

@@ -110,10 +110,10 @@ def plan(
     profile: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     batch: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
     up_to: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    rows: Annotated[int, tyro.conf.arg(metavar="ROWS")] = 1,
+    rows: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
     schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    pipedream: Literal["batch", "replicas", "text", "code"] = "batch",
+    pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     profile_out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -129,11 +129,11 @@ def plan(
         profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default found out.
         batch: Rows between two updates; by default the config's batch size.
         up_to: Fewer rows than that will do, where they train faster.
-        rows: Of a microbatch of a graph.txt.
+        rows: Of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush.
         workers: With local, how many; by default one on each device, and on CPUs one on each core.
-        pipedream: How PipeDream's stages update and are found: once a batch; or (replicas) after a microbatch of each replica, as in the
-            original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
+        pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
+            as in the original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.

@@ -120,7 +120,7 @@ def run(
                 if folder is not None:
                     write_report(config, pipe, folder, measure, reporter)
     if folder is not None and measure.measured is not None and plan.predicted is not None:
-        measured = report.as_predicted(plan, measure.measured, [cost.temporary for cost in sizes])
+        measured = report.as_predicted(plan, measure.measured, sizes)
         folder.keep_planned(plan.predicted, measured)
         summary = dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
     tell(summary, data.loss_unit(config), reporter)

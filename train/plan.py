@@ -21,7 +21,7 @@ from planner.profile import Profile
 from planner.topology import Topology
 from train import config_file
 from train.config import AUTO
-from train.planning import Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search
+from train.planning import LOCAL, Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
 from train.run_folder import write_atomically
 from train.terminal import count
@@ -50,7 +50,13 @@ class Files:
 
 
 def main(
-    files: Files, request: Request, overrides: tuple[str, ...] = (), *, rows: int = 1, explain: bool = False, allow_code: bool = False
+    files: Files,
+    request: Request,
+    overrides: tuple[str, ...] = (),
+    *,
+    rows: int | None = None,
+    explain: bool = False,
+    allow_code: bool = False,
 ) -> None:
     """Find the best plan, say what was found, and write it.
 
@@ -58,7 +64,7 @@ def main(
         files: where to read and write.
         request: what is to be planned for.
         overrides: `key=value` for the config.
-        rows: of a microbatch of a `graph.txt`.
+        rows: of a microbatch of a `graph.txt`; None: 1.
         explain: tell the plans that do not fit.
         allow_code: import and run the functions that a config names.
 
@@ -76,7 +82,7 @@ def main(
     batch = request.batch or own_batch
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
-    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
+    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows or 1, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
         choice, candidates = search(profile, topology, batch, request, parts is not None and parts.clip is not None)
     if not choice.ranked:
@@ -96,16 +102,22 @@ def main(
         reporter.say(f"train with it: {shlex.join(command)}")
 
 
-def _check(files: Files, request: Request, rows: int) -> None:
+def _check(files: Files, request: Request, rows: int | None) -> None:
     if files.config is None and files.profile is None:
         raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
-    if files.config is None and request.topology == "local":
+    if request.workers is not None and request.topology != LOCAL:
+        raise InputError(f"--workers: '{request.topology}' says how many there are; leave it out, or change the file")
+    if request.pipedream is not None and request.schedules and "pipedream" not in request.schedules:
+        raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
+    if files.config is None and request.topology == LOCAL:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
     for option, value in (("--batch", request.batch), ("--workers", request.workers), ("--rows", rows)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
+    if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
+        raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
     for name in request.schedules:
         if name not in jpipe.SCHEDULES:
             raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.nearest(name, jpipe.SCHEDULES)}")
@@ -123,7 +135,7 @@ def _check(files: Files, request: Request, rows: int) -> None:
 def _profile_and_topology(
     files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int, reporter: Reporter
 ) -> tuple[Profile, Topology]:
-    known = read_topology(request.topology) if request.topology != "local" else None
+    known = read_topology(request.topology) if request.topology != LOCAL else None
     if files.profile is not None:
         profile = read_profile(files.profile, rows)
         if parts is not None:

@@ -26,6 +26,7 @@ from train.build import force_cpu_devices, start_devices
 from train.config import MOST_MICROBATCHES, Config
 from train.optimizer import optimizer
 from train.progress import Reporter
+from train.terminal import count
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart
@@ -42,7 +43,7 @@ class Request:
         up_to: whether fewer rows than `batch` will do.
         schedules: those to try; none: all.
         workers: of "local"; None: one on each device, on CPUs one on each core.
-        pipedream: how PipeDream's stages are found, see `planner.candidates.find_candidates`.
+        pipedream: how PipeDream's stages are found, see `planner.candidates.find_candidates`; None: "batch".
         all_workers: whether none may stay idle, as where each is a process of its own.
     """
 
@@ -51,7 +52,7 @@ class Request:
     up_to: bool = False
     schedules: tuple[str, ...] = ()
     workers: int | None = None
-    pipedream: Updates = "batch"
+    pipedream: Updates | None = None
     all_workers: bool = False
 
 
@@ -156,18 +157,19 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     if not schedules:
         raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
     exact = not request.up_to
-    found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream)
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
     candidates = [
         candidate
         for candidate in found
         if candidate.microbatches <= MOST_MICROBATCHES and (candidate.workers == topology.num_workers or not request.all_workers)
     ]
     if not candidates:
+        asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.SCHEDULES) else ""
         raise InputError(
-            f"plan: no plan has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
-            f"{topology.num_workers} workers; profile other microbatch sizes, or allow another batch"
+            f"plan: no plan{asked} has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
+            f"{count(topology.num_workers, 'worker')}; allow other {'schedules, ' if asked else ''}batches or numbers of workers"
         )
-    return choose(profile, topology, candidates), candidates
+    return choose(profile, topology, candidates, clips=clips), candidates
 
 
 def prove(
@@ -192,7 +194,7 @@ def prove(
         failed = ranked.candidate
         smaller = set(smaller_than(failed, left))
         left = [other for other in left if other.kind != failed.kind or other in smaller]
-        choice = choose(choice.profile, choice.topology, left, tried=tried)
+        choice = choose(choice.profile, choice.topology, left, clips=choice.clips, tried=tried)
     raise InputError(
         f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {lacking / 1e9:,.3g} GB on a worker; "
         "use more workers, a smaller batch or devices with more memory"
@@ -205,7 +207,10 @@ def prepare(request: Request) -> int | None:
         return None
     force_cpu_devices(request.workers or usable_cores())
     start_devices()
-    return request.workers or jax.device_count()
+    found = jax.device_count()
+    if request.workers is not None and request.workers > found:
+        raise InputError(f"--workers: expected at most the {found} devices there are, found {request.workers}; name a file as --topology")
+    return request.workers or found
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:

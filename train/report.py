@@ -78,17 +78,25 @@ def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> li
     return rows
 
 
-def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, temporaries: Sequence[int]) -> jpipe.Predicted:
+def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, costs: Sequence[jpipe.StageCost]) -> jpipe.Predicted:
     """What was measured of a plan in the terms of the planner's prediction.
 
     Args:
         plan: that ran.
         measured: a window of the run.
-        temporaries: for each stage the scratch memory of its programs, which no window shows.
+        costs: for each stage the sizes that no window shows, see `unseen_bytes`.
     """
     held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
-    peaks = tuple(peak + temporary for peak, temporary in zip(held, temporaries, strict=True))
+    peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
     return jpipe.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+
+
+def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> list[int]:
+    """What each stage holds only while a program runs: its scratch memory, and what forward and backward in one use up."""
+    found = [cost.temporary for cost in costs]
+    if jpipe.SCHEDULES[plan.schedule].in_flight(plan, plan.depth - 1) == 1:
+        found[-1] += costs[-1].inputs + costs[-1].labels
+    return found
 
 
 def compare_with_plan(predicted: jpipe.Predicted, measured: jpipe.Predicted) -> list[Comparison]:

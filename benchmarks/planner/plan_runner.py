@@ -24,6 +24,7 @@ from planner.measure import measure
 from planner.profile import Profile
 from train import gpt
 from train.config import ModelConfig
+from train.report import unseen_bytes
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # of configs/gpt-bytes.yaml
 BATCH, SIZES = 32, (4, 8, 16)
@@ -105,8 +106,8 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
-    """When the steps ended, the sizes of the stages, and the most bytes of each worker here: its arrays as they were seen, and the
-    scratch memory of its programs."""
+    """When the steps ended, the sizes of the stages, and the most bytes of each worker here: its arrays as they were seen, and what is
+    there only while a program runs."""
     batch = _batch(BATCH)
     pipe = jpipe.Pipeline(gpt.gpt(MODEL), plan, gpt.loss, optimizer())
     runner = Runner(pipe, batch)
@@ -117,7 +118,8 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     memory = tracer.finish().memory
     costs = pipe.costs(batch)  # those of other processes' stages without temporaries
     here = [w for w, device in enumerate(pipe.devices) if device.process_index == jax.process_index()]
-    peaks = {w: max(sample.total for sample in memory[w]) + costs[plan.workers[w][0]].temporary for w in here}
+    unseen = unseen_bytes(plan, costs)
+    peaks = {w: max(sample.total for sample in memory[w]) + unseen[plan.workers[w][0]] for w in here}
     return {"ends": ends, "peaks": peaks, "costs": [vars(cost) for cost in costs]}
 
 

@@ -159,16 +159,17 @@ def test_the_price_by_hand():
     levels = [{"count": 2, "bandwidth": 20.0}, {"count": 2, "bandwidth": 5.0, "latency": 1.0}]
     problem = Problem(layers, Topology(levels=levels), microbatches=6, dispatch=0.5)
     stages = [Placed(0, 1, 0, 3), Placed(1, 2, 3, 1, "full")]
-    # first: 2 microbatches of 13 s each and an update; its sum takes 2 · 2/3 · 10 / 5 + 4 · 1 < 13; second: 4 + 1 again; cut: 30 / 5
+    # first: 2 microbatches of 13 s each and an update; its sum takes 2 · 2/3 · 10 / 5 + 4 · 1 < 13; second: 4 + 1 again, and 0.5 an update;
+    # cut: 30 / 5
     assert evaluate(problem, stages).seconds == pytest.approx(6.0)
     assert evaluate(problem, stages).bound == ("cut", 0)
     cheap = replace(problem, layers=[replace(layers[0], outputs=3), layers[1]])
     assert evaluate(cheap, stages).bound == ("stage", 1)
-    assert evaluate(cheap, stages).seconds == pytest.approx(5.0)
-    assert evaluate(cheap, [stages[0], Placed(1, 2, 3, 1)]).seconds == pytest.approx((2 * 13 + 1) / 6)
-    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 2)]).seconds == pytest.approx((16 + 1) / 2)
+    assert evaluate(cheap, stages).seconds == pytest.approx(5.0 + 0.5 / 6)
+    assert evaluate(cheap, [stages[0], Placed(1, 2, 3, 1)]).seconds == pytest.approx((2 * 13 + 1.5) / 6)
+    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 2)]).seconds == pytest.approx((16 + 1.5) / 2)
     # four replicas: 2 · 3/4 · 100 / 5 + 6 · 1 s to sum, 20 more than to compute
-    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 4)]).seconds == pytest.approx((36 + 1) / 4)
+    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 4)]).seconds == pytest.approx((36 + 1.5) / 4)
 
 
 # VGG-16: GFLOP an image forward, million parameters, million output numbers an image

@@ -42,7 +42,7 @@ def test_a_stage_is_the_sum_of_its_layers_and_what_neighbours_share_counts_once(
         stages=({"layers": ("a", "b")}, {"layers": ("c",), "recompute": "full"}),
     )
     first, second = profile().stage_costs(plan, 2)
-    assert (first.forward, first.backward, first.update) == (3 + 0.125, 6 + 0.125, 0.5)
+    assert (first.forward, first.backward, first.update) == (3 + 0.125, 6 + 0.125, 0.5 + 0.125)
     assert (first.weights, first.optimizer, first.outputs, first.residuals) == (300, 600, 20, 60 + 60 - 8)
     assert (second.backward, second.residuals, second.labels) == (6 + 3 + 0.125, 20, 2)
     assert second.temporary == 7 + (60 - 20)  # what the forward inside of the backward makes again

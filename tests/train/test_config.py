@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from jpipe import InputError
+from planner.plain_yaml import parse
 from train import config_file
 from train.config import Config
 
@@ -66,7 +67,7 @@ def test_overrides_replace_keys_and_their_values_are_yaml(write):
 
 @pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "0.001", "+1e-3", ".001", "+.1e-2", "1_0.0e-4"])
 def test_every_spelling_of_a_number_is_one(number):
-    assert config_file.parse(number, "here") == 0.001
+    assert parse(number, "here") == 0.001
 
 
 @pytest.mark.parametrize(
@@ -75,19 +76,19 @@ def test_every_spelling_of_a_number_is_one(number):
 def test_a_word_that_can_be_read_in_two_ways_is_refused_without_quotes(word):
     message = f"here, line 1, column 5: this is not YAML as it should be: '{word}' can be read in two ways; write true, false or a plain"
     with pytest.raises(InputError, match=re.escape(message)):
-        config_file.parse(f"[1, {word}]", "here")
-    assert config_file.parse(f"[1, '{word}']", "here") == [1, word]
+        parse(f"[1, {word}]", "here")
+    assert parse(f"[1, '{word}']", "here") == [1, word]
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1" + "0" * 400 + ".0", str(2**64), "0x" + "f" * 17, "9" * 5000, "0b_"])
 def test_a_number_beyond_64_bits_is_refused(text):
     with pytest.raises(InputError, match=r"here, line 1, column 1: .* expected a number of at most 64 bits"):
-        config_file.parse(text, "here")
+        parse(text, "here")
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 2**64 - 1, 1 - 2**64, 1e308])
 def test_what_64_bits_hold_is_read(number):
-    assert config_file.parse(yaml.safe_dump(number).splitlines()[0], "here") == number
+    assert parse(yaml.safe_dump(number).splitlines()[0], "here") == number
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,13 @@ def test_a_comparison_is_of_what_both_know():
 
 def test_what_was_measured_stands_beside_what_was_planned():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
-    found = as_predicted(plan, measured, [1000, 2000])
+    found = as_predicted(plan, measured, [jpipe.StageCost(temporary=1000), jpipe.StageCost(temporary=2000, inputs=300)])
     assert found.batch_seconds == measured.step_seconds
     assert found.peak_bytes == (measured.peak_bytes[0] + 1000, measured.peak_bytes[1] + 2000)
+    fused = as_predicted(
+        plan.model_copy(update={"schedule": "pipedream"}), measured, [jpipe.StageCost(), jpipe.StageCost(inputs=300, labels=40)]
+    )
+    assert fused.peak_bytes[1] == measured.peak_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
     planned = jpipe.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
     rows = compare_with_plan(planned, found)
     assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
