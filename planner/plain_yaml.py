@@ -1,0 +1,97 @@
+"""YAML as people mean it, and nothing that could do harm: plain data, each key once, no value that can be read in two ways."""
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from jpipe import InputError
+
+
+def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
+    """YAML to plain data; `1e-3` is a number, and a key given twice or a value that can be read in two ways (`010`, `yes`) an error.
+
+    Raises:
+        InputError: text that is not YAML, with line and column; it ends in `remedy`.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        what = str(error.problem or error.context)
+        if what.startswith("but "):  # the second half of a sentence
+            what = f"{error.context}, {what}"
+        raise InputError(f"{where}{at}: this is not YAML as it should be: {what}; {remedy}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position].split("\n")
+        at = f", line {len(before)}, column {len(before[-1]) + 1}"
+        raise InputError(f"{where}{at}: this is not YAML as it should be: found character #x{error.character:02x}; {remedy}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader (plain data only), refusing anchors, aliases (a few make gigabytes), tags, and what may be misunderstood."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        for name, found in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
+            if getattr(event, name, None) is not None:
+                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {found}", problem_mark=event.start_mark)
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(node, yaml.ScalarNode) and _reads_in_two_ways(node):
+            raise yaml.composer.ComposerError(
+                problem=f"'{node.value}' can be read in two ways; write true, false or a plain number, or put it in quotes if it is text",
+                problem_mark=node.start_mark,
+            )
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
+            second = next(node.value[i][0] for i, key in enumerate(keys) if key in keys[:i])
+            raise yaml.constructor.ConstructorError(problem=f"the key '{second.value}' is there twice", problem_mark=second.start_mark)
+        return mapping
+
+
+_DEEPEST = 50  # levels; far more would exhaust Python's stack in those who use the data
+
+
+def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
+    """Whether YAML 1.1, which PyYAML follows, makes of a word without quotes what few expect, and YAML 1.2 something else.
+
+    `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
+    """
+    kind = node.tag.rpartition(":")[2]
+    return (
+        kind in ("timestamp", "merge", "value")
+        or (kind == "bool" and node.value.lower() not in ("true", "false"))
+        or (kind in ("int", "float") and ":" in node.value)
+        or (node.style is None and re.fullmatch(r"[-+]?0o?[0-9_]+", node.value) is not None)
+    )
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    """A number, unless it is one that would become infinite or that no array can hold."""
+    whole = node.tag.endswith(":int")
+    try:
+        number = loader.construct_yaml_int(node) if whole else loader.construct_yaml_float(node)
+    except ValueError:  # `0x_`; thousands of digits
+        number = math.inf
+    if abs(number) >= 2**64 if whole else (math.isinf(number) and "inf" not in node.value.lower()):
+        raise yaml.constructor.ConstructorError(problem="expected a number of at most 64 bits", problem_mark=node.start_mark)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
+# YAML 1.1 reads `1e-3` and `-.5` as text; everyone means the number.
+_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
