@@ -42,7 +42,7 @@ def train(
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
         from jpipe import InputError, PeerLost, keep_freed_memory
-        from train import config_file, distributed, loop, together
+        from train import config_file, distributed, loop, run_folder, together
         from train.metrics_log import RunStopped
     interrupt.check()
 
@@ -50,7 +50,7 @@ def train(
     code, count = 0, 1
     try:
         overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
-        settings = config_file.load(config, overrides, allow_code=allow_code)
+        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
         distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
         loop.main(settings, count, connect_limit, wait_limit)
@@ -87,6 +87,7 @@ def launch(
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train CONFIG …", help_behavior_hint="(required)")],
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")],
     pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
 ) -> int:
     """Start several processes of `jpipe train` on this machine; when one fails, or on Ctrl-C, all of them end.
 
@@ -94,12 +95,13 @@ def launch(
         command: The command of every process; the coordinator, the count and the number of the process are added to it.
         num_processes: How many processes.
         pin: Give each process a CPU core of its own, as far as there are as many. For measurements.
+        max_restarts: When one fails, start all again, so often; they go on from the newest checkpoint of their run folder.
     """
     from train import launch as launcher
 
-    if wrong := launcher.problem(num_processes, command, pin=pin):
+    if wrong := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
         return _fail(printable(wrong), 2)
-    return launcher.main(num_processes, command, pin=pin)
+    return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts)
 
 
 @app.command

@@ -1,4 +1,7 @@
-"""The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step."""
+"""The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step.
+
+A job that `jpipe launch --max-restarts` starts again knows its folder by the file `.job` in it.
+"""
 
 import contextlib
 import json
@@ -11,8 +14,11 @@ from types import TracebackType
 from jpipe import InputError, Plan, Predicted
 from train.config import Config
 from train.config_file import to_yaml
+from train.launch import JOB
 
+_RUNS = Path("runs")
 _METRICS = "metrics.jsonl"
+_JOB = ".job"
 _FILES = ("config.yaml", "plan.json", _METRICS)
 
 
@@ -24,19 +30,22 @@ class RunFolder:
         plan: what will run.
 
     Raises:
-        InputError: the folder holds another run already, or cannot be written.
+        InputError: the folder holds another run already, or cannot be written. What an earlier attempt of the same job has left is
+            no other run: it is begun anew.
     """
 
     def __init__(self, config: Config, plan: Plan) -> None:
-        self.path = Path("runs" if config.run.dir is None else config.run.dir).expanduser()
+        self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
         with contextlib.ExitStack() as undo:
             try:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
                 # Opened to be new, so that of two runs started at once with the same folder one is refused.
                 self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
-                for name in _FILES:
+                for name in (*_FILES, _JOB):
                     undo.callback(_try, (self.path / name).unlink)
                 undo.callback(_try, self._metrics.close)
+                if job := os.environ.get(JOB):
+                    write_atomically(self.path / _JOB, job)
                 resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
                 write_atomically(self.path / "config.yaml", to_yaml(resolved))
                 write_atomically(self.path / "plan.json", plan.to_json())
@@ -76,6 +85,14 @@ class RunFolder:
         self._metrics.close()
 
 
+def of_same_job(config: Config) -> Config:
+    """The config, its `run.dir` filled in where an earlier attempt of this job has taken one of the numbered folders."""
+    if config.run.dir is not None or not os.environ.get(JOB):
+        return config
+    taken = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if _is_ours(file.parent)), None)
+    return config if taken is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(taken)})})
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or the process dies, none of it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -90,10 +107,21 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def _given(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
         raise InputError(f"run.dir: expected a folder, found the file '{path}'; choose another name")
+    if _is_ours(path):
+        for name in _FILES:
+            (path / name).unlink(missing_ok=True)
     if any((path / name).exists() for name in _FILES):
         raise _occupied(path)
     _make(path, undo)
     return path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an earlier attempt of this job has taken this folder."""
+    try:
+        return (path / _JOB).read_bytes() == os.environ.get(JOB, "").encode() != b""
+    except OSError:
+        return False
 
 
 def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:

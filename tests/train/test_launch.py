@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from train import launch
 from train.cli import main
+from train.process_tree import Tree
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds, for what should take one
@@ -20,8 +22,9 @@ LIMIT = 60  # seconds, for what should take one
 LAUNCH = """
 import sys
 from train import launch
-number, grace, script, *more = sys.argv[1:]
-code = launch.main(int(number), more, pin="--pin" in more, program=(sys.executable, "-c", script), grace=float(grace))
+number, restarts, pause, grace, script, *more = sys.argv[1:]
+seconds = {"pause": float(pause), "grace": float(grace)}
+code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)
 assert "jax" not in sys.modules, "to start processes JAX is not needed"
 sys.exit(code)
 """
@@ -34,9 +37,11 @@ def ready(): print("ready", os.getpid(), flush=True)
 
 
 @contextlib.contextmanager
-def launched(number: int, script: str, *more: str, grace: float = 30.0) -> Iterator[subprocess.Popen]:
+def launched(
+    number: int, script: str, *more: str, restarts: int = 0, pause: float = 0.0, grace: float = 30.0
+) -> Iterator[subprocess.Popen]:
     """The launcher of `number` processes of `script`, in a session of its own; it and they are gone afterwards."""
-    command = [sys.executable, "-c", LAUNCH, str(number), str(grace), READY + script, *more]
+    command = [sys.executable, "-c", LAUNCH, *map(str, (number, restarts, pause, grace)), READY + script, *more]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -161,6 +166,81 @@ def test_a_second_signal_waits_for_nobody():
     assert process.returncode == 130
 
 
+ATTEMPT = """
+count = len(os.listdir(sys.argv[1]))  # of the attempts before
+port = sys.argv[sys.argv.index("--coordinator") + 1]
+print(port, os.environ["JPIPE_JOB"], flush=True)
+"""
+
+
+def test_a_failed_job_is_started_again_as_often_as_allowed(tmp_path):
+    script = f"""
+{ATTEMPT}
+if me == 0: signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()
+open(sys.argv[1] + f"/{{count}}", "x").close()
+if count == 0: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(7 + count)
+"""
+    with launched(2, script, str(tmp_path), restarts=2, grace=0.1) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert err.splitlines() == [
+        "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 0 s (1 of 2)",
+        "jpipe: process 1 ended with exit code 8; ending the others; starting all again in 0 s (2 of 2)",
+        "jpipe: process 1 ended with exit code 9; ending the others",
+    ]
+    assert process.returncode == 9
+    of_0 = [line.split() for line in out.splitlines() if not line.startswith("[1] ")]
+    of_1 = [line.removeprefix("[1] ").split() for line in out.splitlines() if line.startswith("[1] ")]
+    assert of_0 == of_1, "each attempt is one of both processes"
+    ports, jobs = zip(*of_0, strict=True)
+    assert len(set(ports)) == 3, "each attempt has a port of its own"
+    assert len(set(jobs)) == 1, "all are attempts of one job"
+
+
+@pytest.mark.parametrize(("last", "told"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
+def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, told, tmp_path):
+    script = f"""
+{ATTEMPT}
+open(sys.argv[1] + f"/{{count}}", "x").close()
+sys.exit({last} if count else 1)
+"""
+    with launched(1, script, str(tmp_path), restarts=5) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{told}"
+    assert (process.returncode, len(list(tmp_path.iterdir()))) == (last, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signal_ends_is_not_started_again(number):
+    with launched(2, f"signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); time.sleep({LIMIT})", restarts=5) as process:
+        numbers = pids(process, 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} came; not starting again\n")
+
+
+def test_a_signal_ends_the_wait_before_the_next_attempt():
+    with launched(1, "sys.exit(1)", restarts=5, pause=1000) as process:
+        assert "starting all again in 1000 s (1 of 5)" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT / 2)
+    assert (process.returncode, err) == (130, "jpipe: SIGINT came; not starting again\n")
+
+
+def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
+    waits, told = [], []
+    monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
+    monkeypatch.setattr(Tree, "start", lambda *arguments: None)
+    monkeypatch.setattr(Tree, "watch", lambda tree, signals, again: told.append(again) or 1)
+    assert launch.main(1, [], max_restarts=4) == 1
+    assert waits == [1, 2, 4, 8]
+    assert told[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
+    waits.clear()
+    assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
+    assert waits == [20, 40, 60, 60]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process when its parent is killed")
 def test_no_process_outlives_a_launcher_that_is_killed():
     deaf = f"[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; ready(); time.sleep({LIMIT})"
@@ -188,6 +268,7 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 0 -- train x", "launch -n: expected 1 to 256 processes, found 0"),
         ("-n -1 -- train x", "launch -n: expected 1 to 256 processes, found -1"),
         ("-n 100000 -- train x", "launch -n: expected 1 to 256 processes, found 100000"),
+        ("-n 2 --max-restarts -1 -- train x", "launch --max-restarts: expected 0 or more, found -1; 0 starts nothing again"),
         ("-n 2", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         ("-n 2 -- rm x", "launch: expected `train CONFIG …` after --, found 'rm'; only train runs in several processes"),
