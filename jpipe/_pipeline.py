@@ -3,7 +3,7 @@
 import atexit
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
 from jpipe._costs import StageCost, measure_bytes
+from jpipe._cut import Cut, Plain, restored_worker
 from jpipe._errors import InputError
 from jpipe._layers import LayerStack, describe, key_spec
 from jpipe._lower import lower_evaluation
@@ -138,22 +139,44 @@ class Pipeline:
         Raises:
             InputError: as `check`; a key of another kind; devices that are not there.
         """
-        key, functions = _as_key(key), self._functions(batch)
-        runs = self._steps.proved_runs
-        own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
-        self._stages = compile_workers(own, runs)
-        self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
-        self._connect(functions, runs)
-        self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
+        key = _as_key(key)
+        self._prepare(batch)
         places = [(layer_id, stage.device) for stage in self._stages.values() for layer_id in stage.functions.stage.layers]
-        initializers = compile_initializers(self.stack, self.stack.specs(self._spec[0]), places)
+        initializers = compile_initializers(self.stack, self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0]), places)
         workers = tuple(self._init_worker(stage, initializers, key) for stage in self._stages.values())
-        self._board = Board(self.plan, self.devices, self._processes, self.clip_global_norm is not None)
-        if self._processes is not None:
-            self._processes.barrier(f"{self._board.name}: compiled")
-            self._transport.connect()
-            self._processes.barrier(f"{self._board.name}: connected")
+        self._meet()
         return State(workers, batch=0, start=0)
+
+    def restore(self, key: jax.Array, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> State:
+        """The state before batch `at` of the run that a `Cut` was made of, and everything compiled, as `init` does.
+
+        Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
+        schedule, recomputation, processes. Weight versions that the cut has not, which another schedule or depth may read, are
+        replaced by the newest; layer state of more replicas than there were is that of the first ones again.
+
+        Args:
+            key: of the run, as it was given to `init`.
+            batch: as in `init`.
+            layers: from `Cut.layers`, with any arrays; those of the layers of this process's workers at least.
+            at: the batch of the cut.
+            fresh_optimizer: begin with new optimizer state, as another optimizer has to.
+
+        Raises:
+            InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
+        """
+        key = _as_key(key)
+        self._prepare(batch)
+        workers = tuple(
+            restored_worker(self.plan, w, stage.functions, layers, at, key, stage.device, fresh_optimizer)
+            for w, stage in self._stages.items()
+        )
+        self._meet()
+        return State(workers, at, at)
+
+    def cut(self, batch: int) -> Cut:
+        """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first."""
+        averaging = [w for w, stage in self._stages.items() if stage.functions.averages_state]
+        return Cut(self.plan, batch, self._stages, averaging)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -286,6 +309,23 @@ class Pipeline:
 
     def _is_here(self, w: int) -> bool:
         return self.devices[w].process_index == jax.process_index()
+
+    def _prepare(self, batch: Batch) -> None:
+        """Compile for batches like this one."""
+        functions, runs = self._functions(batch), self._steps.proved_runs
+        own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
+        self._stages = compile_workers(own, runs)
+        self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
+        self._connect(functions, runs)
+        self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
+
+    def _meet(self) -> None:
+        """All processes are ready from here on."""
+        self._board = Board(self.plan, self.devices, self._processes, self.clip_global_norm is not None)
+        if self._processes is not None:
+            self._processes.barrier(f"{self._board.name}: compiled")
+            self._transport.connect()
+            self._processes.barrier(f"{self._board.name}: connected")
 
     def _connect(self, functions: list[StageFunctions], runs: Sequence[Program]) -> None:
         """Compile the transfers between processes."""

@@ -142,6 +142,7 @@ class _Worker:
 
     def forward(self, i: Forward) -> None:
         k = i.microbatch + self.microbatch_shift
+        self.take_late_means(k)
         params, before = self.versions[i.version + self.update_shift], self.layer_state
         x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
         (y, self.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
@@ -158,11 +159,17 @@ class _Worker:
 
     def forward_backward(self, i: ForwardBackward) -> None:
         k = i.microbatch + self.microbatch_shift
+        self.take_late_means(k)
         x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k))
         params = self.versions[i.version + self.update_shift]
         arguments = params, self.layer_state, x, labels, self.taken_sums(params), self.draw(k)
         (gradient, self.sums, self.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
+
+    def take_late_means(self, k: int) -> None:
+        """After a restore: the means of layer state that the run before took in ahead of this forward, for updates that are done."""
+        for then, total in self.buffers.pop(("late", k), ()):
+            self.layer_state = self.calls["average_state"](self.layer_state, then, total)
 
     def taken_sums(self, params: Tree) -> Tree:
         """What the batch has accumulated, nothing if the last one was set aside: the computation writes into its memory."""

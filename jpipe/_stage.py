@@ -157,6 +157,11 @@ class StageFunctions:
         return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
 
     @property
+    def averages_state(self) -> bool:
+        """Whether there is layer state that replicas average."""
+        return self.sync_state and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
+
+    @property
     def loss_dtype(self) -> Any:
         """Losses and weights are summed in float32, or in float64 where JAX has it enabled."""
         return jax.dtypes.canonicalize_dtype(jnp.float64)

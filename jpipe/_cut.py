@@ -1,0 +1,277 @@
+"""A cut through a run that goes on: what each worker holds after its own update, kept as arrays by layer id, and workers made of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._errors import InputError
+from jpipe._layers import describe
+from jpipe._plan import Plan
+from jpipe._program import Forward, ForwardBackward, Update
+from jpipe._runtime import Event
+from jpipe._stage import StageFunctions, floats_of
+from jpipe._state import WorkerState
+from jpipe._transport import arrived
+from jpipe.schedules import SCHEDULES
+
+Tree = Any
+Plain = dict[str, Any]
+"""Dicts in dicts, with text for keys and arrays for leaves: what any program can read."""
+
+
+class Cut:
+    """Takes what a checkpoint of a run at one batch needs, while the run goes on: neither drained nor paused, its numbers unchanged.
+
+    Give it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`: each worker comes
+    to the last update before the batch in its own time, and is copied then. What is in flight is left out: a run that
+    `Pipeline.restore` begins there computes it again, from the weight versions that it read. Layer state is that from before the first
+    forward of the batch. It costs the memory of the copies, until nobody holds this object.
+
+    Make one with `Pipeline.cut`.
+
+    Args:
+        plan: what runs.
+        batch: where the restored run is to begin.
+        workers: those of this process.
+        averaging: those of them whose layer state is averaged over replicas.
+
+    Attributes:
+        batch: where the restored run is to begin.
+    """
+
+    def __init__(self, plan: Plan, batch: int, workers: Iterable[int], averaging: Iterable[int]) -> None:
+        self.batch = batch
+        self._plan = plan
+        self._parts = {w: _Part(plan, w, batch, w in averaging) for w in workers}
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one instruction."""
+        self._parts[event.instruction.worker].see(event)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers of this process have come to the cut."""
+        return all(part.complete for part in self._parts.values())
+
+    def layers(self) -> dict[str, Plain]:
+        """By layer id what `Pipeline.restore` takes: arrays on their devices, of the layers of this process.
+
+        For each layer `params`, the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`, by replica. What
+        replicas hold alike is there in the process of replica 0 only. Empty ones are left out.
+        """
+        assert self.complete
+        found: dict[str, Plain] = {}
+        for part in self._parts.values():
+            for layer_id, plain in part.layers().items():
+                _merge(found.setdefault(layer_id, {}), plain)
+        return found
+
+
+class _Part:
+    """What one worker gives to the cut."""
+
+    def __init__(self, plan: Plan, worker: int, batch: int, averages: bool) -> None:
+        s, self._replica = plan.workers[worker]
+        self._first = batch * plan.microbatches
+        self._newest = batch * plan.updates_a_batch(s)
+        self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
+        self._ids = plan.stages[s].layers
+        self._averages = averages
+        self._before: Tree = None  # layer state after the last instruction that was seen
+        self._sums: dict[int, tuple[Tree, Tree]] = {}  # own layer state and the sum over the replicas, as they wait for their update
+        self._versions: dict[int, Tree] = {}
+        self._optimizer: Tree = None
+        self._state: Tree = None
+        self._late: list[tuple[tuple[Tree, Tree], int | None]] = []  # those taken in after the cut, and before which forward
+
+    @property
+    def complete(self) -> bool:
+        return self._optimizer is not None and all(at is not None for _, at in self._late)
+
+    def see(self, event: Event) -> None:
+        if self.complete:
+            return
+        match event.instruction:
+            case Forward(microbatch=k) | ForwardBackward(microbatch=k) if k >= self._first:
+                if self._state is None:
+                    self._state = self._before
+                self._late = [(sums, k if at is None else at) for sums, at in self._late]
+            case Update(batch=update) if update < self._newest:
+                if self._averages and self._state is not None:
+                    self._late.append((self._sums[update], None))
+                if update + 1 == self._newest:
+                    self._optimizer = jax.tree.map(jnp.copy, event.state.optimizer)
+                    if self._state is None:
+                        self._state = dict(event.state.layer_state)
+        if self._state is not None:  # a version that the batch reads first may be gone before its last update is there
+            for version in event.state.versions.keys() - self._versions.keys():
+                if self._oldest <= version <= self._newest:
+                    self._versions[version] = jax.tree.map(jnp.copy, event.state.versions[version])
+        self._before = dict(event.state.layer_state)
+        if self._averages:
+            held = event.state.buffers
+            self._sums = {update: (held["state", update], held[kind, update]) for kind, update in held if kind == "summed"}
+
+    def layers(self) -> dict[str, Plain]:
+        found: dict[str, Plain] = {layer_id: {} for layer_id in self._ids}
+        replica = str(self._replica)
+        for layer_id, plain in found.items():
+            if self._replica == 0:
+                ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
+                plain["params"] = {age: params for age, params in ages.items() if params}
+                plain["optimizer"] = to_plain(self._optimizer[layer_id])
+            plain["state"] = {replica: to_plain(self._state[layer_id])}
+        for number, ((then, summed), at) in enumerate(self._late):
+            totals = iter(arrived(summed)[1])
+            for layer_id in sorted(then):  # as the leaves of a dict come
+                if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
+                    late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at)}
+                    found[layer_id].setdefault("late", {replica: {}})[replica][str(number)] = late
+        return {layer_id: _without_empty(plain) for layer_id, plain in found.items()}
+
+
+def restored_worker(
+    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
+) -> WorkerState:
+    """A worker as it is where nothing is in flight before `batch`, with the arrays of a cut.
+
+    A version that the cut has not is replaced by the newest.
+
+    Args:
+        plan: what is to run, perhaps another one than that of the cut.
+        worker: which one.
+        f: of its stage.
+        layers: the layers of its stage at least, as from `Cut.layers`, with any arrays.
+        batch: where the run begins.
+        key: the random key of the run.
+        device: where the worker runs.
+        fresh: begin with new optimizer state.
+
+    Raises:
+        InputError: a layer is not there, or is of another shape.
+    """
+    s, replica = plan.workers[worker]
+    newest = batch * plan.updates_a_batch(s)
+    oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
+    ids = f.stage.layers
+    for layer_id in ids:
+        if layer_id not in layers:
+            raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
+
+    def params_of(layer_id: str, age: int) -> Tree:
+        ages = layers[layer_id].get("params", {})
+        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), f"layer '{layer_id}', parameters")
+
+    def state_of(layer_id: str) -> Tree:
+        replicas = layers[layer_id].get("state", {})
+        own = replicas.get(str(replica % len(replicas)), {}) if replicas else {}
+        return from_plain(f.specs.state[layer_id], own, f"layer '{layer_id}', state")
+
+    versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
+    if fresh:
+        optimizer = jax.jit(f.init_optimizer)(versions[newest])
+    else:
+        specs = jax.eval_shape(f.init_optimizer, f.specs.params)
+        optimizer = {
+            layer_id: from_plain(specs[layer_id], layers[layer_id].get("optimizer", {}), f"layer '{layer_id}', optimizer state")
+            for layer_id in ids
+        }
+    state = {layer_id: state_of(layer_id) for layer_id in ids}
+    sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(f.zero_sums, f.specs.params))
+    placed = jax.device_put((versions, optimizer, state, sums, _late_means(plan, s, replica, f, layers), key), device)
+    # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
+    return WorkerState(*jax.tree.map(jnp.copy, placed))
+
+
+def to_plain(tree: Tree) -> Plain:
+    """Any pytree as dicts in dicts: the keys, names and numbers on the way to each leaf, as text. Random keys become their bits."""
+    found: Plain = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        *outer, last = _names(path)
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return found
+
+
+def from_plain(specs: Tree, plain: Mapping[str, Any], where: str) -> Tree:
+    """The pytree that `to_plain` made `plain` of.
+
+    Args:
+        specs: shapes and dtypes of its leaves.
+        plain: what `to_plain` gave, with any arrays.
+        where: what this is, for error messages.
+
+    Raises:
+        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype.
+    """
+    flat, form = jax.tree_util.tree_flatten_with_path(specs)
+    left = _paths(plain)
+    leaves = []
+    for path, spec in flat:
+        name = "/".join(_names(path))
+        leaf = left.pop(name, None)
+        if leaf is None:
+            raise InputError(f"checkpoint: {where}: '{name}', {describe(spec)} in the model, is not in it; is it of another model?")
+        is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+        wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
+        if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+            found = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+            raise InputError(f"checkpoint: {where}: expected '{name}' as in the model, {describe(wanted)}, found {found}")
+        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
+    if left:
+        raise InputError(f"checkpoint: {where}: '{next(iter(left))}' is not in the model; is it of another model?")
+    return jax.tree.unflatten(form, leaves)
+
+
+def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain]) -> dict[tuple[str, int], Tree]:
+    """By forward the means of layer state that the replica takes in ahead of it, for updates that were done; none under other replicas."""
+    ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
+    if not f.averages_state or any(len(layers[layer_id].get("state", {})) != plan.replicas[s] for layer_id in ids):
+        return {}
+    late = [layers[layer_id].get("late", {}).get(str(replica), {}) for layer_id in ids]
+    found: dict[tuple[str, int], Tree] = {}
+    for number in sorted(set.intersection(*map(set, late)), key=int):
+        of_layer = dict(zip(ids, (one[number] for one in late), strict=True))
+        then = {
+            layer_id: from_plain(spec, of_layer[layer_id]["then"], f"layer '{layer_id}', state")
+            if layer_id in of_layer
+            else jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)  # nothing of it is averaged
+            for layer_id, spec in f.specs.state.items()
+        }
+        total = [of_layer[layer_id]["total"][str(n)] for layer_id in ids for n in range(len(floats_of(f.specs.state[layer_id])))]
+        found.setdefault(("late", int(of_layer[ids[0]]["microbatch"])), []).append((then, total))
+    return found
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    """A path in words; "array" where the leaf is the whole tree."""
+    return [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path] or ["array"]
+
+
+def _paths(plain: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The leaves by their paths."""
+    found: dict[str, Any] = {}
+    for name, inner in plain.items():
+        found |= _paths(inner, f"{before}{name}/") if isinstance(inner, Mapping) else {before + name: inner}
+    return found
+
+
+def _merge(found: Plain, more: Plain) -> None:
+    for name, inner in more.items():
+        if isinstance(inner, dict) and name in found:
+            _merge(found[name], inner)
+        else:
+            found[name] = inner
+
+
+def _without_empty(plain: Plain) -> Plain:
+    return {
+        name: inner
+        for name, value in plain.items()
+        if not isinstance(inner := _without_empty(value) if isinstance(value, dict) else value, dict) or inner
+    }

@@ -1,0 +1,174 @@
+"""A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe import InputError, Pipeline
+from jpipe import _cut as cut
+from tests.jpipe import models, running
+
+BATCHES = 7
+CUTS = (1, 4)
+
+PLANS = {
+    "naive": {"schedule": "naive"},
+    "gpipe": {"schedule": "gpipe"},
+    "flush": {"schedule": "pipedream_flush", "recompute": "full"},
+    "pipedream": {"schedule": "pipedream"},
+    "pipedream, one microbatch": {"schedule": "pipedream", "microbatches": 1},
+    "vertical sync": {"schedule": "pipedream", "vertical_sync": True, "microbatches": 1},
+    "2BW": {"schedule": "pipedream_2bw"},
+    "2BW, more in flight": {"schedule": "pipedream_2bw", "microbatches": 6, "extra_in_flight": 1},
+    "2-1-1": {"schedule": "pipedream", "replicas": [2, 1, 1], "microbatches": 4},
+    "3-1-2, own updates": {"schedule": "pipedream", "replicas": [3, 1, 2], "microbatches": 6, "update_every": "replicas"},
+    "3-2-1, own state": {"schedule": "pipedream", "replicas": [3, 2, 1], "microbatches": 6, "sync_state": False},
+    "two pipelines of 2BW": {"schedule": "pipedream_2bw", "replicas": 2, "microbatches": 6},
+    "two pipelines of GPipe": {"schedule": "gpipe", "replicas": 2, "microbatches": 4},
+}
+
+
+def plan_of(fields):
+    return jpipe.Plan.even(models.rich_stack().ids, 3, **({"microbatches": 3} | fields))
+
+
+def pipeline(plan, optimizer=None):
+    devices = [jax.devices()[s] for s, _ in plan.workers]
+    return Pipeline(models.rich_stack(), plan, models.masked_squares, optimizer or models.momentum(), devices)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def trained(pipe, state, batches, cuts=()):
+    """Losses, parameters and layer state in the end; and the layers of each cut."""
+    losses, taken, found = {}, {}, {}
+    first = state.batch
+    for t, batch in enumerate(batches, start=first):
+        if t + 1 in cuts:
+            taken[t + 1] = pipe.cut(t + 1)
+
+        def observe(event):
+            for one in taken.values():
+                one(event)
+
+        state, metrics = pipe.step(state, batch, observe=observe)
+        losses |= {t: float(loss) for t, loss in metrics.losses.items()}
+        found |= {t: on_host(one.layers()) for t, one in taken.items() if one.complete and t not in found}
+    state = pipe.drain(state)
+    return losses, pipe.params(state), running.layer_state(state), found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_from_a_cut_is_the_run_that_went_on(name, compiled_once):
+    plan = plan_of(PLANS[name])
+    pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
+    losses, params, state, _ = trained(pipe, running.fresh(pipe, batches), batches)
+    with_cuts = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
+    running.check_equal((losses, params, state), with_cuts[:3])
+    assert list(with_cuts[3]) == list(CUTS)
+    for t, layers in with_cuts[3].items():
+        again = pipe.restore(jax.random.key(running.KEY), batches[0], layers, t)
+        assert (again.batch, again.start) == (t, t)
+        rest = trained(pipe, again, batches[t:])
+        running.check_equal({t: loss for t, loss in losses.items() if t >= again.batch}, rest[0])
+        running.check_equal((params, state), rest[1:3])
+
+
+OTHERS = [
+    {"num_stages": 1, "schedule": "gpipe"},
+    {"num_stages": 2, "schedule": "pipedream_2bw"},
+    {"num_stages": 4, "schedule": "pipedream"},
+    {"num_stages": 2, "schedule": "pipedream", "replicas": [1, 2]},
+]
+
+
+@pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1"])
+def test_a_run_goes_on_under_any_other_plan(first, compiled_once):
+    """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
+    plan = plan_of(PLANS[first])
+    pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
+    *_, found = trained(pipe, running.fresh(pipe, batches), batches[:5], (3,))
+    newest = {layer_id: plain["params"]["0"] for layer_id, plain in found[3].items()}
+    momenta = {layer_id: jax.tree.leaves(plain["optimizer"]) for layer_id, plain in found[3].items()}
+    batches = models.masked_batches(2, 12, seed=3)
+    for fields in OTHERS:
+        again = pipeline(jpipe.Plan.even(models.rich_stack().ids, microbatches=12, **fields))
+        state = again.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
+        running.check_equal(on_host(again.params(state)), newest)
+        for worker in state.workers:
+            for layer_id, own in worker.optimizer.items():
+                running.check_equal(on_host(jax.tree.leaves(own)), momenta[layer_id])
+            for version, params in worker.versions.items():
+                for layer_id in params:
+                    ages = found[3][layer_id]["params"]
+                    running.check_equal(on_host(params[layer_id]), ages.get(str(max(worker.versions) - version), ages["0"]))
+        losses, *_ = trained(again, state, batches)
+        assert sorted(losses) == [3, 4]
+        assert np.isfinite(list(losses.values())).all()
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """The layers of a cut at batch 2, their batches, and the plan."""
+    plan = plan_of({"schedule": "pipedream_2bw"})
+    pipe, batches = pipeline(plan), models.masked_batches(4, 3)
+    return trained(pipe, running.fresh(pipe, batches), batches, (2,))[3][2], batches, plan
+
+
+def restored(taken, layers, optimizer=None, **options):
+    _, batches, plan = taken
+    return pipeline(plan, optimizer).restore(jax.random.key(running.KEY), batches[0], layers, 2, **options)
+
+
+def without(layers, layer_id):
+    return {name: plain for name, plain in layers.items() if name != layer_id}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layers: without(layers, "mix"), "checkpoint: layer 'mix' of the model is not in it; is it of another model?"),
+        (
+            lambda layers: (
+                layers | {"mix": layers["mix"] | {"params": {"0": {"b": np.zeros(3, np.float32), "w": np.zeros((3, 4), np.float32)}}}}
+            ),
+            "checkpoint: layer 'mix', parameters: expected 'w' as in the model, float32[3, 3], found float32[3, 4]",
+        ),
+        (
+            lambda layers: layers | {"mix": layers["mix"] | {"params": {}}},
+            "checkpoint: layer 'mix', parameters: 'b', float32[3] in the model, is not in it; is it of another model?",
+        ),
+        (
+            lambda layers: layers | {"track": {"params": layers["track"]["params"], "optimizer": layers["track"]["optimizer"]}},
+            "checkpoint: layer 'track', state: 'count', int32[] in the model, is not in it; is it of another model?",
+        ),
+        (
+            lambda layers: layers | {"mix": layers["mix"] | {"params": {"0": layers["mix"]["params"]["0"] | {"more": np.zeros(1)}}}},
+            "checkpoint: layer 'mix', parameters: 'more' is not in the model; is it of another model?",
+        ),
+    ],
+)
+def test_a_cut_of_another_model_is_refused(change, message, taken):
+    with pytest.raises(InputError) as error:
+        restored(taken, change(taken[0]))
+    assert str(error.value) == message
+
+
+def test_another_optimizer_begins_with_fresh_state_or_is_refused(taken):
+    with pytest.raises(InputError, match=r"layer 'track', optimizer state: '0/count', int32\[\] in the model, is not in it"):
+        restored(taken, taken[0], optax.adam(0.1))
+    state = restored(taken, taken[0], optax.adam(0.1), fresh_optimizer=True)
+    assert int(state.workers[0].optimizer["track"][0].count) == 0
+
+
+def test_random_keys_and_any_other_tree_come_back():
+    tree = {"key": jax.random.key(3), "pair": (np.ones(2), [np.zeros(1)]), "numbered": {7: np.arange(3)}, "none": None}
+    plain = cut.to_plain(tree)
+    assert plain["numbered"].keys() == {"7"}
+    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    running.check_equal(cut.from_plain(specs, plain, "it"), tree)
+    assert list(cut.to_plain(np.ones(2))) == ["array"]
