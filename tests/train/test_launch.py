@@ -1,6 +1,7 @@
 """`jpipe launch`, run as a process of its own, mostly with small programs in place of `jpipe train`."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from jpipe import InputError, Plan
+from tests.train.conftest import changed
 from train import launch
 from train.cli import main
 from train.process_tree import Tree
+from train.run_folder import RunFolder, of_same_job
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds, for what should take one
@@ -289,3 +293,78 @@ def test_a_bad_config_is_refused_by_the_processes(tmp_path):
     refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
     assert {line.removeprefix("[1] ") for line in lines if "ended with exit code 2" not in line} == {refusal}
     assert len(lines) >= 2
+
+
+def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan, numbered = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=2), changed(tiny, run={"dir": None})
+    assert of_same_job(numbered) == numbered, "a run by itself takes the next number"
+    for job in "one", "two":
+        monkeypatch.setenv(launch.JOB, job)
+        assert of_same_job(numbered) == numbered, "a first attempt as well"
+        with RunFolder(numbered, plan) as folder:
+            folder.log({"step": 0})
+    monkeypatch.setenv(launch.JOB, "one")
+    again = of_same_job(numbered)
+    assert again == changed(tiny, run={"dir": "runs/0001"})
+    with RunFolder(again, plan) as folder:
+        assert folder.rows() == []
+        folder.log({"step": 1})
+    assert of_same_job(again) == again
+    with pytest.raises(InputError, match="found another run in 'runs/0002'"):
+        RunFolder(changed(tiny, run={"dir": "runs/0002"}), plan)
+    monkeypatch.delenv(launch.JOB)
+    Path("runs/0001/.job").write_text("")
+    with pytest.raises(InputError, match="found another run in 'runs/0001'"):
+        RunFolder(again, plan)
+    assert [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/metrics.jsonl"))] == [{"step": 1}, {"step": 0}]
+
+
+PARTS = """
+import os, pathlib, signal
+import jax, jax.numpy as jnp, numpy as np
+import jpipe
+from flax import nnx
+
+dead = pathlib.Path("dead")
+
+
+def model():
+    return jpipe.LayerStack({"a": lambda rngs: nnx.Linear(2, 2, rngs=rngs), "b": jnp.tanh})
+
+
+class Batches(list):
+    def __getitem__(self, t):
+        if t == 3 and jax.process_index() == 1 and not dead.exists():
+            dead.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(t)
+
+
+def batches(seed, batch_size):
+    ones = np.ones((batch_size, 2), np.float32)
+    return Batches([(ones, ones)] * 6), Batches([(ones, ones)])
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).sum(), labels.size
+"""
+
+
+def test_a_run_that_loses_a_process_comes_to_its_end_in_one_folder(tmp_path):
+    (tmp_path / "parts.py").write_text(PARTS)
+    config = {
+        **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},
+        "train": {"steps": 6, "batch_size": 4, "eval_every": 10, "trace_batches": 0},
+        "plan": {"num_stages": 2, "microbatches": 2},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    arguments = ["launch", "-n", "2", "--max-restarts", "1", "--", "train", "config.yaml", "--allow-code"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "train.cli", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["0001"]
+    rows = (tmp_path / "runs" / "0001" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
