@@ -1,0 +1,44 @@
+"""What each of the two processes of test_checkpoint_files.py runs: `python -m tests.train.items ADDRESS INDEX FOLDER`."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+STEP = 40
+
+
+def layers_of(process: int) -> dict:
+    """Layers that differ from process to process, in names and numbers."""
+    import jax.numpy as jnp
+
+    return {f"layer {process}": {"weights": {"w": jnp.arange(6.0).reshape(2, 3) + process}, "count": jnp.int32(process)}}
+
+
+def main(address: str, index: int, folder: Path) -> None:
+    """Write what is this process's, process 1 when process 0 is done; read all, each process for itself."""
+    import jax
+    import numpy as np
+
+    from train.checkpoint_files import complete, read_layers, steps, write_layers
+
+    jax.distributed.initialize(address, num_processes=2, process_id=index)
+    assert jax.process_count() == 2
+    if index == 1:
+        while not (folder / "0 has written").exists():
+            time.sleep(0.01)
+    writing = threading.Thread(target=write_layers, args=(folder, STEP, layers_of(index), index))
+    writing.start()
+    writing.join()
+    (folder / f"{index} has written").touch()
+    if index == 0:
+        complete(folder, STEP, processes=2, facts={}, limit=30.0)
+    while steps(folder) != [STEP]:
+        time.sleep(0.01)
+    found = read_layers(folder, STEP)
+    assert set(found) == {"layer 0", "layer 1"}
+    np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in found.items()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

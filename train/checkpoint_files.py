@@ -1,0 +1,257 @@
+"""The files of checkpoints: written piece by piece, complete by a marker, held against their hashes before they are believed.
+
+A checkpoint of the run in folder RUN, after 40 batches and by two processes, is the folder RUN/checkpoints/00000040:
+
+    process-0/  process-1/            one Orbax item for each process: the layers it owns (train/orbax_item.py)
+    process-0.json  process-1.json    written when that item is whole: its layers, and the size and SHA-256 of each of its files
+    checkpoint.json                   the marker, written last: SHA-256 of the files above and of itself, and the run's facts
+
+Everything below a marker is what was written then, or is told as damaged. A folder without a marker is unfinished.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from train.checkpoint_records import MARKER, Damaged, Item, describe, marker_text, read_items, read_marker, verify_item
+from train.orbax_item import Tree, read_item, write_item
+from train.run_folder import write_atomically
+
+
+def begin(folder: Path, step: int | None) -> None:
+    """Clear away what a run that goes on after `step` will write again; process 0 calls this before any process writes.
+
+    Without that, an item of an earlier attempt at a checkpoint could be taken for a part of the next attempt.
+
+    Args:
+        folder: the run's.
+        step: the checkpoint that the run resumes from; None: it starts from nothing.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    _make(folder / "checkpoints")
+    for later in _numbers(folder):
+        if step is None or later > step:
+            _remove(_place(folder, later))
+
+
+def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> int:
+    """Write one process's part of a checkpoint; returns when it is whole, or leaves nothing of it.
+
+    Args:
+        folder: the run's.
+        step: batches that the weights have seen.
+        layers: `{layer id: nested dicts of arrays}`, those that this process owns, on its devices or as NumPy arrays. On CPUs JAX may
+            give out its own memory: arrays that are donated later have to be copied before.
+        process: which one this is.
+
+    Returns:
+        The bytes of its files.
+
+    Raises:
+        InputError: the folder cannot be written.
+        OSError: the disk is full, say.
+    """
+    place = _place(folder, step)
+    _make(place)
+    _remove_item(place, process)
+    try:
+        item = place / f"process-{process}"
+        if layers:  # Orbax refuses to write nothing
+            write_item(item, layers)
+        files = {path.relative_to(item).as_posix(): describe(path) for path in sorted(item.rglob("*")) if path.is_file()}
+        whole = Item(layers=list(layers), files=files)
+        write_atomically(place / f"process-{process}.json", whole.model_dump_json(indent=1))
+    except BaseException:
+        _remove_item(place, process)
+        raise
+    return sum(file.size for file in files.values())
+
+
+def complete(folder: Path, step: int, processes: int, facts: Any, limit: float) -> None:
+    """Wait until the parts of all processes are whole, then write the marker; process 0 calls this.
+
+    Args:
+        folder: the run's, which all processes share.
+        step: as in `write_layers`.
+        processes: how many write a part.
+        facts: anything that JSON can say, to be read with `read_facts`.
+        limit: seconds to wait.
+
+    Raises:
+        TimeoutError: some parts did not come; it names them.
+        OSError: the disk is full, say.
+    """
+    place = _place(folder, step)
+    names = [f"process-{process}.json" for process in range(processes)]
+    end = time.monotonic() + limit
+    while missing := [name for name in names if not (place / name).exists()]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{place}: waited {limit:g} s for {', '.join(missing)}")
+        time.sleep(0.02)
+    items = {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names}
+    write_atomically(place / MARKER, marker_text(step, items, facts))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are complete (they may be damaged since), ascending."""
+    return [step for step in _numbers(folder) if (_place(folder, step) / MARKER).exists()]
+
+
+def newest_good(folder: Path, tell: Callable[[str], None]) -> int | None:
+    """The newest checkpoint that is what was written, if any.
+
+    Args:
+        folder: the run's.
+        tell: gets a line for each newer one that is damaged or unfinished; they are left where they are.
+
+    Raises:
+        InputError: a newer jpipe wrote the newest.
+    """
+    for step in reversed(_numbers(folder)):
+        try:
+            verify(folder, step)
+        except Damaged as damaged:
+            tell(str(damaged))
+        else:
+            return step
+    return None
+
+
+def verify(folder: Path, step: int) -> None:
+    """Hold every file of a checkpoint against its size and hash.
+
+    Raises:
+        Damaged: one of them is missing, cut off or changed.
+        InputError: a newer jpipe wrote it.
+    """
+    place = _place(folder, step)
+    for name, item in read_items(place, read_marker(place, step)).items():
+        verify_item(place / name, item)
+
+
+def read_facts(folder: Path, step: int) -> Any:
+    """What `complete` was given.
+
+    Raises:
+        Damaged: the marker is missing, cut off or changed.
+        InputError: a newer jpipe wrote it.
+    """
+    return read_marker(_place(folder, step), step).facts
+
+
+def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> dict[str, Tree]:
+    """Read layers of a checkpoint, whichever processes wrote them, after holding their files against the hashes.
+
+    Each process can call this by itself, with other layers; none waits for another.
+
+    Args:
+        folder: the run's.
+        step: of the checkpoint.
+        ids: which layers; None: all.
+
+    Returns:
+        `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`.
+
+    Raises:
+        Damaged: a file that is needed is missing, cut off or changed.
+        InputError: there is no such layer, or a newer jpipe wrote the checkpoint.
+    """
+    place = _place(folder, step)
+    items = read_items(place, read_marker(place, step))
+    owner = {layer: name for name, item in items.items() for layer in item.layers}
+    wanted = list(owner if ids is None else ids)
+    if unknown := [layer for layer in wanted if layer not in owner]:
+        raise InputError(f"{place}: expected the layer '{unknown[0]}', found {', '.join(owner)}; is it a checkpoint of this model?")
+    found: dict[str, Tree] = {}
+    for name in dict.fromkeys(owner[layer] for layer in wanted):
+        verify_item(place / name, items[name])
+        try:
+            found |= read_item(place / name, [layer for layer in wanted if owner[layer] == name])
+        except Exception as error:  # its files are those of the hashes: whoever wrote them, it was not jpipe
+            raise Damaged(place / name, f"cannot be read by Orbax ({type(error).__name__})") from error
+    return {layer: found[layer] for layer in wanted}
+
+
+def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
+    """Remove checkpoints that are no longer wanted, and unfinished ones that will not be finished; process 0 calls this after a save.
+
+    Kept are the last `keep`; of the older ones those that `keep_every` or `keep_hours` asks for. If the newest is not all there (its
+    files are counted, not read), nothing is removed.
+
+    Args:
+        folder: the run's.
+        keep: at least 1.
+        keep_every: also those whose step is a multiple of this.
+        keep_hours: also one each so many hours, by the time of the marker file.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    whole = steps(folder)
+    if not whole or not _is_all_there(_place(folder, whole[-1]), whole[-1]):
+        return
+    kept = set(whole[-keep:])
+    if keep_every is not None:
+        kept |= {step for step in whole if step % keep_every == 0}
+    if keep_hours is not None:
+        last = float("-inf")
+        for step in whole:
+            written = (_place(folder, step) / MARKER).stat().st_mtime
+            if written - last >= 3600 * keep_hours:
+                kept.add(step)
+                last = written
+    for step in _numbers(folder):
+        if step < whole[-1] and step not in kept:
+            _remove(_place(folder, step))
+
+
+def _is_all_there(place: Path, step: int) -> bool:
+    try:
+        for name, item in read_items(place, read_marker(place, step)).items():
+            verify_item(place / name, item, contents=False)
+    except InputError:
+        return False
+    return True
+
+
+def _place(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"{step:08d}"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The steps of all checkpoints, unfinished ones too, ascending."""
+    try:
+        names = os.listdir(folder / "checkpoints")
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):08d}" == name)
+
+
+def _make(place: Path) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(f"{place}: expected a folder to write checkpoints to, found {error.strerror}; choose another run.dir") from None
+
+
+def _remove(place: Path) -> None:
+    """The marker goes first: what is left if the process dies here is unfinished, not damaged."""
+    (place / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(place)
+
+
+def _remove_item(place: Path, process: int) -> None:
+    """Remove what a process wrote, its unfinished files too; what cannot be removed is in the way of nothing but the next attempt."""
+    (place / f"process-{process}.json").unlink(missing_ok=True)
+    for path in (place / f"process-{process}", *place.glob(f"process-{process}.*")):
+        shutil.rmtree(path, ignore_errors=True)

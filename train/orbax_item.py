@@ -1,0 +1,121 @@
+"""One process's part of a checkpoint, as an Orbax item that plain Orbax reads as well: the only code here that knows Orbax."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+import tensorstore as ts
+
+Tree = dict[str, Any]
+"""Nested dicts with string keys and arrays as leaves."""
+
+
+def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
+    """Write layers as the Orbax item `path`, which appears whole or not at all; no other process is waited for.
+
+    Args:
+        path: a folder that is not there yet; the one above it is.
+        layers: `{layer id: nested dicts of arrays}`, at least one layer. The arrays are copied to the host here.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    tree = jax.tree.map(np.asarray, jax.device_get(dict(layers)))  # all leaves are on their way before the first is waited for
+    try:
+        _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(_renamed(tree, _escape)))
+    except Exception as error:
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+
+
+def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
+    """Read some layers of an item; nothing of the others is read, and no other process is waited for.
+
+    Args:
+        path: what `write_item` wrote, in a run of any number of processes.
+        ids: layers that the item holds.
+
+    Returns:
+        `{layer id: nested dicts of NumPy arrays}`.
+    """
+    checkpointer = _checkpointer()
+    found = checkpointer.metadata(path.absolute()).item_metadata.tree
+    wanted = {_escape(layer): found[_escape(layer)] for layer in ids}
+    restored = checkpointer.restore(path.absolute(), args=ocp.args.PyTreeRestore(wanted, partial_restore=True))
+    return _renamed(restored, _unescape)
+
+
+class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
+    """Writes the arrays of this very process; Orbax's own handler leaves out, silently, those of any process but 0.
+
+    What is written is what Orbax reads: a Zarr array (version 2, in one piece, uncompressed) for each leaf, all in one OCDBT store, in
+    the folder that Orbax takes into the item by its name. One transaction for all of them costs a third of Orbax's way.
+    """
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[ocp.future.Future]:
+        folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "config": {"max_inline_value_bytes": 1024}}
+        with ts.Transaction() as transaction:
+            staged = ts.KvStore.open(spec, transaction=transaction).result()
+            for value, info in zip(values, infos, strict=True):
+                staged.write(f"{info.name}/.zarray", json.dumps(_zarr(value)).encode())
+                staged.write(f"{info.name}/{'.'.join('0' * value.ndim) or '0'}", value.tobytes())
+        return []
+
+
+def _zarr(value: np.ndarray) -> dict[str, Any]:
+    return {
+        "zarr_format": 2,
+        "shape": value.shape,
+        "chunks": [max(size, 1) for size in value.shape],
+        "dtype": value.dtype.str if value.dtype.isbuiltin == 1 else ts.dtype(value.dtype).name,  # bfloat16 and its like go by name
+        "order": "C",
+        "fill_value": None,
+        "filters": None,
+        "compressor": None,
+        "dimension_separator": ".",
+    }
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Orbax for this process alone: it neither waits for the others nor leaves the writing to process 0."""
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(process, {process}, f"process-{process}")
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, _OwnArrays()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # never used; Orbax warns where there is none
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=handlers)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+# TensorStore has no other way to tell what the system said; older versions wrote `OS error 28`.
+_OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
+
+
+def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+    if isinstance(tree, dict):
+        return {rename(key): _renamed(value, rename) for key, value in tree.items()}
+    if not isinstance(tree, np.ndarray):
+        raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
+    return tree
+
+
+def _escape(name: str) -> str:
+    """A name without the characters that Orbax joins names with, and never empty: `block.0` becomes `block%2E0`."""
+    return quote(name, safe=" ", errors="surrogatepass").replace(".", "%2E") or "%"
+
+
+def _unescape(name: str) -> str:
+    return "" if name == "%" else unquote(name, errors="surrogatepass")
