@@ -64,8 +64,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     _remove_item(place, process)
     try:
         item = place / f"process-{process}"
-        if layers:  # Orbax refuses to write nothing
-            write_item(item, layers)
+        write_item(item, layers)
         files = {path.relative_to(item).as_posix(): describe(path) for path in sorted(item.rglob("*")) if path.is_file()}
         whole = Item(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", whole.model_dump_json(indent=1))

@@ -22,14 +22,17 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
 
     Args:
         path: a folder that is not there yet; the one above it is.
-        layers: `{layer id: nested dicts of arrays}`, at least one layer. The arrays are copied to the host here.
+        layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
 
     Raises:
         OSError: the disk is full, say.
     """
     tree = jax.tree.map(np.asarray, jax.device_get(dict(layers)))  # all leaves are on their way before the first is waited for
+    item = _renamed(tree, _escape)
+    if not jax.tree.leaves(item):
+        item[_NO_LAYER] = np.zeros(0)  # Orbax warns of an item without any array, and refuses one without anything
     try:
-        _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(_renamed(tree, _escape)))
+        _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))
     except Exception as error:
         code = _OS_ERROR.search(str(error))
         if code is None:
@@ -110,6 +113,9 @@ def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
     if not isinstance(tree, np.ndarray):
         raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
     return tree
+
+
+_NO_LAYER = "%-"  # no layer has this name: `_escape` never makes it
 
 
 def _escape(name: str) -> str:

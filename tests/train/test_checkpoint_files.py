@@ -160,12 +160,13 @@ def test_the_same_layers_from_one_process_or_three(tmp_path):
     assert_same(read_layers(tmp_path, 1), read_layers(tmp_path, 2))
 
 
-def test_a_process_without_layers_takes_part(tmp_path):
+def test_a_process_without_any_array_takes_part(tmp_path, capfd):
     write_layers(tmp_path, 1, layers_of(0), 0)
-    assert write_layers(tmp_path, 1, {}, 1) == 0
-    complete(tmp_path, 1, 2, facts=None, limit=0.0)
-    verify(tmp_path, 1)
-    assert list(read_layers(tmp_path, 1)) == ["layer 0"]
+    write_layers(tmp_path, 1, {}, 1)
+    write_layers(tmp_path, 1, {"tanh": {"weights": {}, "state": {"0": {}}}}, 2)
+    complete(tmp_path, 1, 3, facts=None, limit=0.0)
+    assert_same(read_layers(tmp_path, 1), layers_of(0) | {"tanh": {"weights": {}, "state": {"0": {}}}})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_only_what_is_asked_for_is_read(run):
