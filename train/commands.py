@@ -19,6 +19,7 @@ def train(
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE|auto")] = None,
+    resume: Literal["auto", "must", "never"] = "auto",
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -32,6 +33,7 @@ def train(
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
         plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
+        resume: Go on from the newest checkpoint in run.dir: where there is one (auto), in any case (must), or not at all (never).
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
         coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are found out.
         num_processes: Several processes: how many.
@@ -53,7 +55,7 @@ def train(
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
         distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit)
-        loop.main(settings, count, connect_limit, wait_limit)
+        loop.main(settings, count, connect_limit, wait_limit, resume)
     except InputError as error:
         code = _fail(str(error), 2)
     except together.ToldElsewhere as error:

@@ -97,6 +97,24 @@ class TrainConfig(_Section):
     trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
 
 
+class CheckpointConfig(_Section):
+    """A checkpoint every `every` steps and at the end; null: none at all. The last `keep` stay, and of the older ones those of a step that
+    `keep_every` divides and one every `keep_hours` hours. On a full disk the run stops, or goes on without (`on_full_disk`).
+    """
+
+    every: Count | None = 10
+    keep: Count = 3
+    keep_every: Count | None = None
+    keep_hours: Annotated[float, Field(gt=0)] | None = None
+    on_full_disk: Literal["stop", "train"] = "stop"
+
+
+class ResumeConfig(_Section):
+    """What a run that resumes takes from its checkpoint: with `optimizer: reset` new optimizer state, as another one needs."""
+
+    optimizer: Literal["keep", "reset"] = "keep"
+
+
 class ModelConfig(_OwnCode):
     """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is.
 
@@ -225,6 +243,8 @@ class Config(_Section):
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -12,10 +12,14 @@ import jpipe
 from train import data, interrupt, report
 from train.auto import find_plan
 from train.build import build, check, prepare_devices
+from train.checkpoints import Checkpoints
 from train.config import AUTO, Config
+from train.config_file import to_yaml
 from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
 from train.progress import Reporter
+from train.resume import Resume, Resumed
+from train.resume import find as find_resumed
 from train.run_folder import RunFolder
 from train.tensorboard import TensorBoard
 from train.terminal import count
@@ -36,7 +40,7 @@ class Summary:
     planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
 
 
-def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0) -> Summary:
+def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0, resume: Resume = "auto") -> Summary:
     """Train as `config` says.
 
     Args:
@@ -44,6 +48,7 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         num_processes: how many processes there are; each calls this, once `train.distributed.start` has connected them.
         connect_limit: seconds that each waits for the others at the start.
         wait_limit: seconds without progress in any of them after which the run is given up.
+        resume: whether to go on with what the run's folder holds.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
@@ -54,18 +59,24 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
-        together.agree(lambda: facts(config))
+        together.agree(lambda: facts(config) | {"--resume": resume})
         together.alike(lambda: prepare_devices(config.plan, num_processes))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
-        plan = find_plan(config, reporter, together) if config.plan.file == AUTO else None
+        resumed = find_resumed(config, resume, together, reporter.say)
+        plan = None
+        if config.plan.file == AUTO:
+            same = resumed is not None and resumed.facts.devices == jax.device_count()
+            plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
         pipe, batches = together.alike(lambda: ready(config, reporter, plan))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
-        folder = together.alike(lambda: make_folder(config, pipe.plan) if together.is_first else None)
+        if resumed is not None:
+            tell_resumed(resumed, config, reporter)
+        folder = together.alike(lambda: make_folder(config, pipe.plan, resumed) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
-                return run(config, pipe, batches, folder, reporter, together)
+                return run(config, pipe, batches, folder, reporter, together, resumed)
         except BaseException as error:
             logged = "" if folder is None else f"; the steps logged so far are in {folder.path}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
@@ -84,14 +95,40 @@ def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
     return pipe, batches
 
 
-def make_folder(config: Config, plan: jpipe.Plan) -> RunFolder:
+def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
+    """Where the run goes on, and what is not as it was.
+
+    Raises:
+        jpipe.InputError: there is nothing left to train.
+    """
+    if resumed.step >= config.train.steps:
+        raise jpipe.InputError(
+            f"train.steps: the run in '{resumed.folder}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
+            "raise train.steps to go on, or choose another run.dir"
+        )
+    changes = resumed.changes(config)
+    reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+
+
+def make_folder(config: Config, plan: jpipe.Plan, resumed: Resumed | None = None) -> RunFolder:
     """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
     with interrupt.held():
-        return RunFolder(config, plan)
+        folder = RunFolder(config, plan, None if resumed is None else resumed.step)
+        if config.checkpoint.every is not None:
+            from train import checkpoint_files
+
+            checkpoint_files.begin(folder.path, None if resumed is None else resumed.step)
+        return folder
 
 
 def run(
-    config: Config, pipe: jpipe.Pipeline, batches: data.Data, folder: RunFolder | None, reporter: Reporter, together: Together
+    config: Config,
+    pipe: jpipe.Pipeline,
+    batches: data.Data,
+    folder: RunFolder | None,
+    reporter: Reporter,
+    together: Together,
+    resumed: Resumed | None = None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into."""
     plan, several = pipe.plan, together.processes is not None
@@ -105,17 +142,24 @@ def run(
             for line in jpipe.placement_grid(plan, pipe.devices).splitlines():
                 reporter.say(line)
         with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
-            state = pipe.init(jax.random.key(config.seed), batches.train[0])
+            state = begin(config, pipe, batches, together, resumed)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
             sizes = pipe.costs(batches.train[0], compiled_for=here)
-        measure = Measure(pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes)
+        every, traced = config.train.eval_every, config.train.trace_batches
+        measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
         log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
+        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
+        index = 0 if together.processes is None else together.processes.index
+        versions = {"jpipe": jpipe.__version__, "jax": jax.__version__}
+        known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": versions}
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, (jax.process_count(), index), known, reporter.say)
         try:
             with reporter.training():
-                summary = train(config, pipe, state, batches, log, measure)
+                summary = train(config, pipe, state, batches, log, measure, checkpoints, resumed)
         finally:
             with interrupt.held():
+                checkpoints.close()
                 measure.close()
                 if folder is not None:
                     write_report(config, pipe, folder, measure, reporter)
@@ -127,7 +171,30 @@ def run(
     return summary
 
 
-def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Data, log: MetricsLog, measure: Measure) -> Summary:
+def begin(config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None) -> jpipe.State:
+    """Fresh weights, or those of the checkpoint; everything compiled.
+
+    Raises:
+        jpipe.InputError: the checkpoint is of another model or optimizer, or damaged.
+    """
+    key = jax.random.key(config.seed)
+    if resumed is None:
+        return pipe.init(key, batches.train[0])
+    layers = together.alike(lambda: resumed.layers(pipe))
+    fresh = config.resume.optimizer == "reset"
+    return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)
+
+
+def train(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    state: jpipe.State,
+    batches: data.Data,
+    log: MetricsLog,
+    measure: Measure,
+    checkpoints: Checkpoints,
+    resumed: Resumed | None = None,
+) -> Summary:
     """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
 
     In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
@@ -138,22 +205,36 @@ def train(config: Config, pipe: jpipe.Pipeline, state: jpipe.State, batches: dat
     steps, every = config.train.steps, config.train.eval_every
     held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
     interrupt.check()
-    before = [pipe.evaluate(state, batch) for batch in held_out]
-    log.validation(0, before)
+    before: float | list[jpipe.Evaluation]
+    if resumed is None:
+        before = [pipe.evaluate(state, batch) for batch in held_out]
+        log.validation(0, before)
+    else:
+        before = resumed.facts.val_loss_before
+        if resumed.facts.val_loss is not None:
+            log.validation(resumed.step, resumed.facts.val_loss)
     finished: jpipe.Metrics | None = None
-    for step in range(steps):
+
+    def facts_of(step: int) -> dict[str, float | None]:
+        return {"val_loss": log.validation_loss(step), "val_loss_before": mean_loss(before)}
+
+    for step in range(state.batch, steps):
         interrupt.check()
-        if step > 0 and step % every == 0:
+        if step % every == 0 and log.validation_loss(step) is None:
             log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
-        state, metrics = pipe.step(state, batches.train[step], observe=measure.observer(step))
+        checkpoints.arm(step)
+        state, metrics = pipe.step(state, batches.train[step], observe=checkpoints.observing(measure.observer(step)))
         log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
+        checkpoints.proceed(log.through, facts_of)
         finished = metrics
     interrupt.check()
     measure.finish()
-    state = pipe.drain(state)
+    state = pipe.drain(state, observe=checkpoints.observing())
     after = [pipe.evaluate(state, batch) for batch in held_out]
     log.validation(steps - 1, after)
     log.finished(finished)
+    checkpoints.proceed(log.through, facts_of)
+    checkpoints.finish()
     interrupt.check()
     return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
 

@@ -23,6 +23,7 @@ class Measure:
         every: steps between two evaluations.
         batches: of a window at most; 0: nothing is measured.
         processes: of the run, if there are several: all measure the same steps, each its own workers, and process 0 has the windows.
+        first: the step that the run begins with.
 
     Attributes:
         measured: the last window; None before the first one.
@@ -36,8 +37,9 @@ class Measure:
         every: int,
         batches: int,
         processes: jpipe.Processes | None = None,
+        first: int = 0,
     ) -> None:
-        self._processes = processes
+        self._processes, self._start = processes, first
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
         self._full = jpipe.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
@@ -87,6 +89,6 @@ class Measure:
 
     def _fitting(self, step: int) -> int:
         """How many batches a window that begins to be traced at `step` can have; 0: none is to begin."""
-        due = step % self._every == 0 if self._window[1] else step >= self._full
+        due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due else 0

@@ -42,7 +42,8 @@ class MetricsLog:
         self._reporter = reporter
         self._measure = measure
         self._together = together
-        self._validation: dict[int, Sequence[jpipe.Evaluation]] = {}
+        self._validation: dict[int, float | Sequence[jpipe.Evaluation]] = {}
+        self.through = -1  # the last step whose row was written, if it was to be
 
     @property
     def seconds(self) -> float:
@@ -54,9 +55,14 @@ class MetricsLog:
         """Where the rows are written, if they are."""
         return None if self._folder is None else self._folder.path
 
-    def validation(self, step: int, evaluations: Sequence[jpipe.Evaluation]) -> None:
-        """These go into the row of `step`; nothing waits for them yet."""
+    def validation(self, step: int, evaluations: float | Sequence[jpipe.Evaluation]) -> None:
+        """These, or the loss that came of them, go into the row of `step`; nothing waits for them yet."""
         self._validation[step] = evaluations
+
+    def validation_loss(self, step: int) -> float | None:
+        """What goes into the row of `step`, where that is not written yet."""
+        known = self._validation.get(step)
+        return None if known is None else mean_loss(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
         """Wait for these losses and write their rows."""
@@ -67,10 +73,12 @@ class MetricsLog:
             if step in metrics.norms:
                 row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
             if step in self._validation:
-                row["val_loss"] = self._finite(step, "validation loss", mean_loss(self._validation.pop(step)))
+                row["val_loss"] = self._finite(step, "validation loss", self.validation_loss(step) or 0.0)
+                del self._validation[step]
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
                 self._folder.log(row)  # first of all: what is told can be found there
+            self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
             self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
@@ -85,7 +93,9 @@ class MetricsLog:
         return value
 
 
-def mean_loss(evaluations: Sequence[jpipe.Evaluation]) -> float:
-    """The loss over all the batches, each counting for its weight."""
+def mean_loss(evaluations: float | Sequence[jpipe.Evaluation]) -> float:
+    """The loss over all the batches, each counting for its weight; one that is known already as it is."""
+    if isinstance(evaluations, float):
+        return evaluations
     weights = [float(evaluation.weight) for evaluation in evaluations]
     return sum(float(e.loss) * weight for e, weight in zip(evaluations, weights, strict=True)) / sum(weights)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from jpipe import InputError, Plan, Predicted
 from train.config import Config
@@ -28,21 +29,25 @@ class RunFolder:
     Args:
         config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
         plan: what will run.
+        resume_at: the step where the run that the folder holds goes on: what was logged from there on is logged again. None: a new run.
 
     Raises:
         InputError: the folder holds another run already, or cannot be written. What an earlier attempt of the same job has left is
             no other run: it is begun anew.
     """
 
-    def __init__(self, config: Config, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, resume_at: int | None = None) -> None:
         self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
         with contextlib.ExitStack() as undo:
             try:
-                self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
-                # Opened to be new, so that of two runs started at once with the same folder one is refused.
-                self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
-                for name in (*_FILES, _JOB):
-                    undo.callback(_try, (self.path / name).unlink)
+                if resume_at is not None:
+                    self._metrics = _reopened(self.path / _METRICS, resume_at)
+                else:
+                    self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
+                    # Opened to be new, so that of two runs started at once with the same folder one is refused.
+                    self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
+                    for name in (*_FILES, _JOB):
+                        undo.callback(_try, (self.path / name).unlink)
                 undo.callback(_try, self._metrics.close)
                 if job := os.environ.get(JOB):
                     write_atomically(self.path / _JOB, job)
@@ -102,6 +107,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         _try(unfinished.unlink)
         raise
+
+
+def _reopened(path: Path, step: int) -> TextIO:
+    """The rows of the steps before this one, to be written on; a row that a crash cut off was of a later step."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+    write_atomically(path, "".join(kept))
+    return path.open("a", encoding="utf-8")
 
 
 def _given(path: Path, undo: contextlib.ExitStack) -> Path:

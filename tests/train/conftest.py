@@ -27,6 +27,7 @@ def tiny(text, tmp_path) -> dict:
         "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": 8},
         "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
         "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"every": None},
     }
 
 

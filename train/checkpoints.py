@@ -1,0 +1,115 @@
+"""Checkpoints of a run, taken and written while it goes on."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jpipe
+from train.config import CheckpointConfig
+
+Observer = Callable[[jpipe.Event], None]
+
+_PATIENCE = 60.0  # seconds that process 0 waits for the parts of the others
+
+
+class Checkpoints:
+    """Takes a cut of the run at every so many batches and at its end, and has it written in the background.
+
+    A cut is written once the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
+    their parts, and process 0 says that it is complete.
+
+    Args:
+        config: how often, and what is kept.
+        pipe: what runs.
+        folder: of the run, the same for all processes.
+        steps: of the run.
+        processes: of the run, and which one this is.
+        facts: what else a checkpoint says, whatever its batch.
+        say: is told, in process 0, what went wrong.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        pipe: jpipe.Pipeline,
+        folder: Path,
+        steps: int,
+        processes: tuple[int, int],
+        facts: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._pipe, self._folder, self._steps, self._facts, self._say = config, pipe, folder, steps, facts, say
+        self._count, self._process = processes
+        self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self.written: int | None = None  # the last complete one, as far as process 0 knows
+
+    def arm(self, step: int) -> None:
+        """Before `step` runs: begin to take the cut behind it, if one is due there."""
+        every = self._config.every
+        if every is not None and ((step + 1) % every == 0 or step + 1 == self._steps):
+            self._cuts.append(self._pipe.cut(step + 1))
+
+    def observing(self, other: Observer | None = None) -> Observer | None:
+        """What `Pipeline.step` is to be observed with: the cuts that are being taken, and `other`."""
+        observers: list[Observer] = [cut for cut in self._cuts if not cut.complete]
+        observers += [] if other is None else [other]
+        if len(observers) < 2:
+            return observers[0] if observers else None
+
+        def observe(event: jpipe.Event) -> None:
+            for observer in observers:
+                observer(event)
+
+        return observe
+
+    def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
+        """Have cuts written that are complete and whose rows are logged.
+
+        Args:
+            logged: the last step whose row is written.
+            facts: what a checkpoint says of its own batch.
+
+        Raises:
+            OSError: the disk is full, and the config says to stop then.
+            TimeoutError: another process did not write its part.
+        """
+        while self._cuts and self._cuts[0].complete and self._cuts[0].batch <= logged + 1:
+            cut = self._cuts.pop(0)
+            self.finish()
+            self._writing = self._thread.submit(self._write, cut, {**self._facts, **facts(cut.batch)})
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            OSError: as `proceed`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            kept = "none so far" if self.written is None else f"the last good one is of step {self.written}"
+            if self._config.on_full_disk == "stop":
+                raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}; {kept}") from error
+            self._say(f"a checkpoint could not be written: {error.strerror or error}; the run goes on, {kept}")
+
+    def close(self) -> None:
+        """Begin nothing more; what is being written is finished, if it can be."""
+        self._cuts.clear()
+        self._thread.shutdown(wait=True)
+
+    def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
+        from train import checkpoint_files
+
+        step = cut.batch
+        checkpoint_files.write_layers(self._folder, step, cut.layers(), self._process)
+        if self._process == 0:
+            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE)
+            self.written = step
+            config = self._config
+            checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)

@@ -1,0 +1,123 @@
+"""Where a run takes up again: the checkpoint, what it says, and the layers that this process needs of it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import pydantic
+import yaml
+
+import jpipe
+from jpipe import InputError
+from train import config_file
+from train.config import Config
+from train.together import Together
+
+Resume = Literal["auto", "must", "never"]
+"""Whether to resume: where the run's folder holds a checkpoint; or refuse to begin anew; or refuse a folder that holds a run."""
+
+
+class Facts(pydantic.BaseModel):
+    """What a checkpoint says of its run.
+
+    Attributes:
+        config: as resolved, in YAML.
+        plan: as JSON.
+        devices: how many there were.
+        val_loss_before: before the first step.
+        val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
+        versions: of jpipe, JAX and Python's libraries.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    config: str
+    plan: str
+    devices: int
+    val_loss_before: float
+    val_loss: float | None = None
+    versions: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on.
+
+    Attributes:
+        folder: of the run.
+        step: the batch that comes next.
+        facts: of the checkpoint.
+    """
+
+    folder: Path
+    step: int
+    facts: Facts
+
+    @property
+    def plan(self) -> jpipe.Plan:
+        """The plan that it ran by."""
+        return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
+
+    def changes(self, config: Config) -> list[str]:
+        """The keys whose values are other ones now."""
+        before, now = (_flat(yaml.safe_load(text)) for text in (self.facts.config, config_file.to_yaml(config)))
+        return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key != "run.dir")
+
+    def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
+        """The layers of this process's workers, read and held against their hashes.
+
+        Raises:
+            InputError: one of them is not in the checkpoint; a file is damaged.
+        """
+        from train import checkpoint_files
+
+        own = [s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()]
+        ids = dict.fromkeys(layer_id for s in own for layer_id in pipe.plan.stages[s].layers)
+        return checkpoint_files.read_layers(self.folder, self.step, ids)
+
+
+def find(config: Config, resume: Resume, together: Together, say: Callable[[str], None]) -> Resumed | None:
+    """The newest whole checkpoint of the run's folder; None: the run begins at step 0. All processes call this.
+
+    Raises:
+        InputError: `resume` is "must" and there is none; checkpoints are there and none of them is whole; a newer jpipe wrote them.
+    """
+    found = json.loads(together.from_first("where the run resumes", lambda: json.dumps(_find(config, resume, say))))
+    if found is None:
+        return None
+    return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]))
+
+
+def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping[str, Any] | None:
+    if resume == "never":
+        return None
+    if config.run.dir is None:
+        if resume == "must":
+            raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
+        return None
+    folder = Path(config.run.dir).expanduser()
+    if not (folder / "checkpoints").is_dir() or not any((folder / "checkpoints").iterdir()):
+        if resume == "must":
+            raise InputError(f"--resume must: expected checkpoints in '{folder / 'checkpoints'}', found none; check run.dir")
+        return None
+    from train import checkpoint_files
+
+    step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))
+    if step is None:
+        if resume == "must" or checkpoint_files.steps(folder):
+            raise InputError(f"run.dir: none of the checkpoints in '{folder / 'checkpoints'}' is whole; choose another run.dir")
+        return None
+    try:
+        facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
+    except pydantic.ValidationError as error:
+        raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
+    return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json")}
+
+
+def _flat(tree: Any, before: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {before.removesuffix("."): tree}
+    return {key: value for name, inner in tree.items() for key, value in _flat(inner, f"{before}{name}.").items()}
