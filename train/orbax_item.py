@@ -54,7 +54,7 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     found = checkpointer.metadata(path.absolute()).item_metadata.tree
     wanted = {_escape(layer): found[_escape(layer)] for layer in ids}
     restored = checkpointer.restore(path.absolute(), args=ocp.args.PyTreeRestore(wanted, partial_restore=True))
-    return _renamed(restored, _unescape)
+    return _renamed(restored, unquote)
 
 
 class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
@@ -119,9 +119,5 @@ _NO_LAYER = "%-"  # no layer has this name: `_escape` never makes it
 
 
 def _escape(name: str) -> str:
-    """A name without the characters that Orbax joins names with, and never empty: `block.0` becomes `block%2E0`."""
-    return quote(name, safe=" ", errors="surrogatepass").replace(".", "%2E") or "%"
-
-
-def _unescape(name: str) -> str:
-    return "" if name == "%" else unquote(name, errors="surrogatepass")
+    """A name without the characters that Orbax joins names with: `block.0` becomes `block%2E0`; `unquote` takes it back."""
+    return quote(name, safe=" ").replace(".", "%2E")
