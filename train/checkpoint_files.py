@@ -31,12 +31,17 @@ def begin(folder: Path, step: int | None) -> None:
 
     Args:
         folder: the run's.
-        step: the checkpoint that the run resumes from; None: it starts from nothing.
+        step: the checkpoint that the run resumes from; None: it starts from nothing, and must not find a complete one.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError: the folder cannot be written, or holds what a run from nothing would remove.
     """
-    _make(folder / "checkpoints")
+    place = folder / "checkpoints"
+    _make(place)
+    if step is None and (found := steps(folder)):
+        raise InputError(
+            f"{place}: expected no checkpoint where a run begins, found that of step {found[-1]}; resume, or choose another run.dir"
+        )
     for later in _numbers(folder):
         if step is None or later > step:
             _remove(_place(folder, later))
@@ -182,8 +187,8 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
 def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
     """Remove checkpoints that are no longer wanted, and unfinished ones that will not be finished; process 0 calls this after a save.
 
-    Kept are the last `keep`; of the older ones those that `keep_every` or `keep_hours` asks for. If the newest is not all there (its
-    files are counted, not read), nothing is removed.
+    Kept are the last `keep`; of the older ones those that `keep_every` or `keep_hours` asks for. If the newest is not all there (the
+    sizes of its files are looked at, not what is in them), nothing is removed.
 
     Args:
         folder: the run's.
@@ -194,6 +199,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: fl
     Raises:
         OSError: something cannot be removed.
     """
+    assert keep >= 1
     whole = steps(folder)
     if not whole or not _is_all_there(_place(folder, whole[-1]), whole[-1]):
         return

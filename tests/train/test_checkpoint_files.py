@@ -341,6 +341,12 @@ def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
     assert sorted(os.listdir(run / "checkpoints")) == ["00000010", "00000020"]
     begin(run, 10)
     assert newest_good(run, print) == 10
+    with pytest.raises(
+        jpipe.InputError, match=r"expected no checkpoint where a run begins, found that of step 10; resume, or choose another run\.dir$"
+    ):
+        begin(run, None)
+    assert steps(run) == [10]
+    (place(run, 10) / "checkpoint.json").unlink()
     begin(run, None)
     assert os.listdir(run / "checkpoints") == []
 
