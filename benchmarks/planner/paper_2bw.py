@@ -85,7 +85,7 @@ def chosen(profile: Profile, topology: Topology, batches: Sequence[int]) -> Iter
         other = next((c for c in fitting if c.depth != first.depth), None)
         row: Row = {"batch": batch, **_shape(first), "memory": max(first.memory), "samples_per_second": first.samples_per_second}
         if other:
-            row["next"] = {**_shape(other), "slower": first.samples_per_second / other.samples_per_second - 1}
+            row["next"] = {**_shape(other), "slower": 1 - other.samples_per_second / first.samples_per_second}
         yield row
 
 
