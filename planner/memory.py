@@ -26,8 +26,9 @@ def stage_bytes(
 ) -> Number:
     """The most bytes that a worker of a stage holds while it computes, in a pipeline whose stages are about equally fast.
 
-    Without a flush a replicated stage sums the gradients of one update while it makes those of the next, and holds its layer state four
-    times: its own, what it set aside for each of both, and what comes of the sum.
+    Without a flush a replicated stage sums the gradients of one update while it makes those of the next. Both sets are there until the
+    update, the newest of `versions` is only from then on: at no time do they all take more than versions + 1 times the weights. The layer
+    state is held four times: its own, what it set aside for each of both, and what comes of the sum.
 
     A gradient may arrive while the stage still does the forward before. Where stages differ in their replicas more of them can wait, and
     `simulate` count up to a quarter more.
@@ -49,7 +50,7 @@ def stage_bytes(
         flushes: whether the schedule does.
     """
     shared = np.greater(replicas, 1) & (not flushes)
-    kept = (versions + 1 + shared) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
+    kept = (versions + 1) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
     return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 
 

@@ -358,3 +358,17 @@ def test_memory_is_no_less_than_the_simulator_counts(schedule):
         shares = [memory / peak for memory, peak in zip(candidate.memory, peaks, strict=True)]
         assert min(shares) >= 0.985  # with one microbatch under way the simulator counts the last stage's input twice
         assert max(shares) <= 1.25
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_weights_versions_and_both_sets_of_gradients_are_what_the_simulator_counts(schedule):
+    profile = gpt(6, sizes=(1,), weights=10**9)
+    candidates = [c for c in sweep(profile, levels((6, 1e9, 0.0)), 12, schedules=[schedule]) if c.replicas[0] > 1]
+    assert {candidate.replicas[0] for candidate in candidates} == {2, 3, 6}
+    for bandwidth in (1e30, 1e9):  # it is the order that counts, not when the sums are there
+        for candidate in random.Random(4).sample(candidates, 3):
+            plan = candidate.plan(profile.ids)
+            found = simulated(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
+            assert found is not None
+            peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+            assert candidate.memory == pytest.approx(peaks, rel=1e-4)
