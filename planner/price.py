@@ -3,6 +3,7 @@
 All of them take NumPy arrays as well as numbers.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,6 +86,12 @@ class Times(NamedTuple):
         """A microbatch through all stages and back."""
         return self.own.sum(-1) + 2 * self.cuts.sum(-1)
 
+    @property
+    def unlinked(self) -> "Times":
+        """The same stages where messages take no time."""
+        nothing = np.zeros_like(self.messages)
+        return self._replace(messages=nothing, latencies=nothing, one_way=nothing, both_ways=nothing)
+
 
 class Price(NamedTuple):
     """Seconds of a batch in steady state; what bounds it, by its place in `BOUNDS`, and at which stage or cut."""
@@ -128,6 +135,11 @@ def flush_price(times: Times, microbatches: Number) -> Price:
     for what is behind it twice: for the first gradient, as far as the forwards that it does meanwhile do not cover that, and for the
     last one, as far as the backwards that it still has do not. With slow links it is a cycle of waits that repeats.
     """
+    return _flushed(times, microbatches[..., 0], lambda times: _flush_repeated(times, microbatches))
+
+
+def _flush_repeated(times: Times, microbatches: Number) -> Number:
+    """Seconds of 1F1B with a flush besides one passage."""
     m, own = microbatches[..., 0], times.own
     depth = own.shape[-1]
     before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
@@ -144,19 +156,24 @@ def flush_price(times: Times, microbatches: Number) -> Price:
     repeats = (rounds > 0) & (round_trips > under_way * slowest)
     repeated = np.where(repeats, rounds * round_trips + left * slowest, 0.0).max(-1)
     repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
-    return _flushed(times, m, np.maximum(repeated, seconds - times.through))
+    return np.maximum(repeated, seconds - times.through)
 
 
 def gpipe_price(times: Times, microbatches: Number) -> Price:
     """All forwards at the pace of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
-    m, port = microbatches[..., 0], _most(times.one_way)
-    return _flushed(times, m, (m - 1) * (np.maximum(times.forward.max(-1), port) + np.maximum(times.backward.max(-1), port)))
+    m = microbatches[..., 0]
+
+    def repeated(times: Times) -> Number:
+        port = _most(times.one_way)
+        return (m - 1) * (np.maximum(times.forward.max(-1), port) + np.maximum(times.backward.max(-1), port))
+
+    return _flushed(times, m, repeated)
 
 
 def naive_price(times: Times, microbatches: Number) -> Price:
     """One microbatch after the other through all stages and back, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
-    return _flushed(times, m, (m - 1) * times.through)
+    return _flushed(times, m, lambda times: (m - 1) * times.through)
 
 
 def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
@@ -177,11 +194,16 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
     return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.sums)
 
 
-def _flushed(times: Times, m: Number, repeated: Number) -> Price:
+def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Price:
     """A batch with a flush: a sum hides behind the drain of the stages before it and the next fill.
 
     Pipelines that start together and share ports come out of it one message apart from each other. Sums that share ports go one after
     the other, that of the last stage first.
+
+    Args:
+        times: of the stages and cuts.
+        m: microbatches of each pipeline.
+        repeated: seconds that all of them take longer than one, for any times.
     """
     drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
     drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
@@ -191,11 +213,10 @@ def _flushed(times: Times, m: Number, repeated: Number) -> Price:
         for after, s in zip(stages[:0:-1], stages[-2::-1], strict=True):
             ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.sums[s]
     summed = ends + times.update - filled
-    late = _most(times.one_way - times.messages)
-    seconds = times.through + late + repeated + summed.max(-1)
-    slowest = times.own.max(-1)
-    waited = repeated - (m - 1) * slowest
-    terms = (m * slowest, waited, summed.max(-1), seconds - m * slowest - waited - summed.max(-1))
+    passed = times.through + _most(times.one_way - times.messages) + repeated(times)
+    unlinked = times.unlinked.through + repeated(times.unlinked)
+    computes, seconds = m * times.own.max(-1), passed + summed.max(-1)
+    terms = (computes, passed - unlinked, summed.max(-1), unlinked - computes)
     return _price(seconds, terms, times.own, _slowest_cut(times), summed)
 
 

@@ -223,6 +223,13 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
         assert candidate.seconds == pytest.approx(price(profile, narrow, candidate), rel=0.2)  # they collide
 
 
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush"])
+@pytest.mark.parametrize(("bandwidth", "bound"), [(1e30, "bubble"), (20_000.0, "bubble"), (50.0, "cut")])
+def test_a_cut_is_to_blame_only_for_what_its_link_adds(schedule, bandwidth, bound):
+    found = [c for c in sweep(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4]
+    assert {candidate.bound.split()[0] for candidate in found} == {bound}
+
+
 def test_more_in_flight_hides_a_slow_link():
     profile = gpt(2, head=0.1, sizes=(1,))
     found = {
