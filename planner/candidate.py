@@ -1,6 +1,6 @@
 """A plan that was considered, with its price; small enough to keep thousands of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jpipe
@@ -77,6 +77,17 @@ class Candidate:
         ties = (self.depth, not schedule.flushes, max(self.memory), self.batch, self.extra_in_flight, self.rows)
         # nine digits: that which sums of floats round to does not decide
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
+
+    def sharing(self, cores: float | None) -> "Candidate":
+        """The same plan where its workers share cores: a batch takes at least all computations divided by these.
+
+        Args:
+            cores: how many workers compute at a time without slowing each other down; None: all.
+        """
+        computing = (1 - self.bubble) * self.workers * self.seconds
+        if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or it is what sums of floats round to
+            return self
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
         """The plan itself.

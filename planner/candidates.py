@@ -1,6 +1,5 @@
 """Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -43,17 +42,7 @@ def find_candidates(
     if "pipedream" in schedules:
         found += _pipedream(profile, topology, batch, exact, pipedream)
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
-    pipelined = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
-    return [_sharing_cores(candidate, topology.cores) for candidate in pipelined]
-
-
-def _sharing_cores(candidate: Candidate, cores: float | None) -> Candidate:
-    """With its time as it is where so many workers compute at a time at most."""
-    computing = (1 - candidate.bubble) * candidate.workers * candidate.seconds
-    seconds = candidate.seconds if cores is None else max(candidate.seconds, computing / cores)
-    if seconds == candidate.seconds:
-        return candidate
-    return dataclasses.replace(candidate, seconds=seconds, bubble=1 - computing / (candidate.workers * seconds), bound="the cores")
+    return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
 
 
 def _only(schedules: Sequence[str]) -> Sequence[str]:
@@ -119,7 +108,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         bound=_bound(problem, partition),
         over=partition.over,
         update_every=plan.update_every,
-    )
+    ).sharing(problem.topology.cores)
 
 
 def _bound(problem: Problem, partition: Partition) -> str:

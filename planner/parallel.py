@@ -234,18 +234,16 @@ class _Sweep:
         price = self._seconds(schedule, extra, fit, times)
         numbers, depth = np.array(fit.microbatches), len(stages.starts)
         busy = width * (numbers * times.own.sum(1) + stages.update.sum())
-        seconds = np.maximum(price.seconds, busy / (self.topology.cores or width * depth))  # workers may share cores
-        shared = seconds > price.seconds * (1 + 1e-9)
         sums = 2 * (width - 1) * stages.weights.sum() / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
             fit.microbatches,
-            seconds.tolist(),
-            (1 - busy / (width * depth * seconds)).tolist(),
+            price.seconds.tolist(),
+            (1 - busy / (width * depth * price.seconds)).tolist(),
             fit.policy.tolist(),
             fit.memory.tolist(),
             (2 * stages.outputs.sum() / rows + sums).tolist(),
-            np.where(shared, -1, price.bound).tolist(),
+            price.bound.tolist(),
             price.where.tolist(),
             over.argmax(1).tolist(),
             over.max(1).tolist(),
@@ -265,6 +263,6 @@ class _Sweep:
                 bubble=bubble,
                 memory=tuple(memory),
                 sent=sent,
-                bound="the cores" if bound < 0 else BOUNDS[bound].format(where),
+                bound=BOUNDS[bound].format(where),
                 over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
-            )
+            ).sharing(self.topology.cores)
