@@ -27,8 +27,8 @@ def draw_plans() -> None:
     config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
     parts, batch = Parts.of(config, reporter), 64
     profile = profile_of(parts, topology, batch, topology.num_workers, reporter)
-    choice, candidates = search(profile, topology, batch, Request(up_to=True), clips=False)
-    draw_choice(choice, candidates, choice.ranked[0]).savefig(FOLDER / "plans.png")
+    found = search(profile, topology, batch, Request(up_to=True), False, reporter)
+    draw_choice(found.choice, found.candidates, found.choice.ranked[0], found.known).savefig(FOLDER / "plans.png")
 
 
 def main() -> None:

@@ -19,13 +19,18 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA gives its programs.
-        errors: for each stage, by what share the estimate from the profile was too high (above 0) or too low.
+        estimated: bytes of each stage by the closed form, from the profile.
         lacking: bytes that the worst stage lacks, at most 0 where the plan fits; None where memory is not limited.
     """
 
     ranked: Ranked
-    errors: tuple[float, ...]
+    estimated: tuple[int, ...]
     lacking: float | None
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """For each stage, by what share the estimate was too high (above 0) or too low."""
+        return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
     def fits(self) -> bool:
@@ -52,8 +57,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.clips))
     if exact.simulated is None:  # too long to simulate: the closed form, of the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
-    errors = [estimate / true - 1 for estimate, true in zip(ranked.candidate.memory, exact.memory, strict=True)]
-    return Compiled(exact, tuple(errors), None if limit is None else max(exact.memory) - limit)
+    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
 
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The candidates as a picture: predicted throughput against memory, and how even the stages of the chosen plan are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jpipe
@@ -23,34 +23,44 @@ _LOOKS = {
 _FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
 
 
-def draw_choice(choice: Choice, candidates: Sequence[Candidate], chosen: Ranked) -> "matplotlib.figure.Figure":
+def draw_choice(
+    choice: Choice, candidates: Sequence[Candidate], chosen: Ranked, known: Mapping[Candidate, Ranked] | None = None
+) -> "matplotlib.figure.Figure":
     """Draw all candidates, the chosen one ringed, and the time of each of its stages.
 
     Args:
         choice: with the limit of memory, drawn as a line.
         candidates: all that were considered; those that do not fit are pale.
         chosen: the plan to look at.
+        known: of some candidates, what simulating or compiling said, which counts in place of the estimate.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_candidates(scatter, choice, candidates, chosen)
+    _draw_candidates(scatter, choice, [(one, (known or {}).get(one)) for one in candidates], chosen)
     _draw_stages(bars, choice, chosen)
     figure.suptitle(f"{choice.topology.name or 'plan'}: {name(chosen.candidate)}", fontsize=11)
     return figure
 
 
-def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[Candidate], chosen: Ranked) -> None:
+def _draw_candidates(
+    axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[tuple[Candidate, Ranked | None]], chosen: Ranked
+) -> None:
     from matplotlib import ticker
 
+    limit = choice.topology.device.memory
+    points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
+    for candidate, known in candidates:
+        memory = max((known or candidate).memory)
+        fits = candidate.over is None if known is None or limit is None else memory <= limit
+        points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
     for kind, (colour, mark) in _LOOKS.items():
         for fits in (False, True):
-            own = [candidate for candidate in candidates if candidate.schedule == kind and (candidate.over is None) == fits]
-            if own:
+            if own := points.get((kind, fits)):
                 axes.scatter(
-                    [max(candidate.memory) for candidate in own],
-                    [candidate.samples_per_second for candidate in own],
+                    [memory for memory, _ in own],
+                    [speed for _, speed in own],
                     s=16 if fits else 10,
                     c=colour,
                     marker=mark,
@@ -58,10 +68,10 @@ def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: S
                     linewidths=0,
                     label=kind if fits else None,
                 )
-    memory, speed = max(chosen.candidate.memory), chosen.candidate.samples_per_second
+    memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
-    if choice.topology.device.memory is not None:
-        axes.axvline(choice.topology.device.memory, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
+    if limit is not None:
+        axes.axvline(limit, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
@@ -69,7 +79,7 @@ def _draw_candidates(axes: "matplotlib.axes.Axes", choice: Choice, candidates: S
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.tick_params(labelsize=8)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # room for the ring
     axes.set_xlabel("most memory of a worker", fontsize=9)
     axes.set_ylabel("samples a second, in closed form", fontsize=9)
     axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)

@@ -53,14 +53,18 @@ def host_memory() -> float:
 
 
 def usable_cores() -> int:
-    """How many cores the processes of this machine may use together."""
-    return os.cpu_count() or 1
+    """How many cores this process may use; fewer than the machine has where it is pinned to some."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not every system can pin
+        return os.cpu_count() or 1
 
 
 def _at_once(devices: Sequence[jax.Device]) -> float:
     """How many devices compute at the same time as fast as one alone, found with a product of matrices on one and on all."""
     if jax.process_count() > 1:
-        return max(usable_cores() / len(jax.local_devices()), 1.0)
+        # each may be pinned to some cores, which are not those that all of them have
+        return max((os.cpu_count() or 1) / len(jax.local_devices()), 1.0)
     factors = [jax.device_put(np.ones((_WIDE, _WIDE), np.float32), device) for device in devices]
     product = jax.jit(lambda x: x @ x)
     jax.block_until_ready([product(x) for x in factors])

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import jpipe
 from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
+from planner.profile import Profile
+from planner.topology import Topology
 
 WORDS = ("schedule", "recompute", "bound by")  # columns of words, which begin at the left
 HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
@@ -39,7 +41,16 @@ def schedule(candidate: Candidate) -> str:
 
 def name(candidate: Candidate) -> str:
     """Schedule and stages, for a sentence."""
-    return f"{schedule(candidate)} with {shape(candidate)} stages"
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}"
+
+
+def links(topology: Topology) -> str:
+    """The links of equal workers, and how many of them compute at a time, for a sentence."""
+    level = topology.levels[0]
+    if topology.num_workers == 1:
+        return "one worker, no links"
+    cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_workers} workers compute at full speed at a time"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us a message{cores}"
 
 
 def size(count: int | float) -> str:
@@ -62,13 +73,13 @@ def rows_of(count: int) -> str:
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
-    """A line for each kind of plan that does not fit, the one that lacks least first."""
+    """A line for each kind of plan that does not fit by its estimate, the one that lacks least first."""
     limit = choice.topology.device.memory or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
         plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
-        lines.append(f"{plan}: stage {stage} needs {size(limit + lacking)}, {size(lacking)} more than there are")
+        lines.append(f"{plan}: stage {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} more than there are")
     return lines
 
 
@@ -80,7 +91,7 @@ def what_would_fit(choice: Choice) -> list[str]:
     untried = []
     if len(choice.profile.layers) > workers:
         untried.append(f"more than {workers} workers, for more stages")
-    if least > 1:
+    if least > 1 and all(kept <= limit for kept in _without_rows(choice.profile, best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
     if not any(jpipe.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")
@@ -90,6 +101,17 @@ def what_would_fit(choice: Choice) -> list[str]:
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
         f"what would make it fit: {change}",
     ]
+
+
+def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
+    """Bytes of each stage that no microbatch size changes: weight versions, gradients and optimizer."""
+    plan = candidate.plan(profile.ids)
+    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.SCHEDULES[plan.schedule].versions_alive
+    found = []
+    for s, stage in enumerate(plan.stages):
+        own = [layers[layer_id] for layer_id in stage.layers]
+        found.append((versions_alive(plan, s) + 1) * sum(layer.weights for layer in own) + sum(layer.optimizer for layer in own))
+    return found
 
 
 def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:

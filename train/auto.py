@@ -35,16 +35,14 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     request = Request(all_workers=together.processes is not None)
 
     def best() -> str:
-        choice, candidates = search(profile, topology, batch, request, parts.clip is not None)
-        if not choice.ranked:
-            raise jpipe.InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
-        choice, chosen, proof = prove(choice, candidates, parts, lambda ranked, _: _tell_misfit(reporter, ranked))
-        candidate = chosen.candidate
+        found = search(profile, topology, batch, request, parts.clip is not None, reporter)
+        found, proof = prove(found, parts, lambda ranked, _: _tell_misfit(reporter, ranked))
+        candidate = proof.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
-            f"expected {table.rate(chosen.samples_per_second)} samples/s; the best of {choice.considered:,} candidates"
+            f"expected {table.rate(proof.ranked.samples_per_second)} samples/s; the best of {found.choice.considered:,} candidates"
         )
-        return choice.plan(proof.ranked).to_json()
+        return found.choice.plan(proof.ranked).to_json()
 
     return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
 

@@ -1,7 +1,6 @@
 """What `jpipe plan` prints, writes and draws."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -12,7 +11,6 @@ from rich.console import Console
 import jpipe
 from jpipe import InputError
 from planner import table
-from planner.candidate import Candidate
 from planner.choose import Choice, Ranked
 from planner.compiled import Compiled
 from planner.draw import draw_choice
@@ -21,7 +19,7 @@ from planner.profile import Profile
 from planner.topology import Topology
 from train import config_file
 from train.config import AUTO
-from train.planning import LOCAL, Parts, Request, prepare, profile_of, prove, read_profile, read_topology, search
+from train.planning import LOCAL, Found, Parts, Request, nothing_fits, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
 from train.run_folder import write_atomically
 from train.terminal import count
@@ -82,22 +80,23 @@ def main(
     batch = request.batch or own_batch
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
-    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows or 1, reporter)
+    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
-        choice, candidates = search(profile, topology, batch, request, parts is not None and parts.clip is not None)
-    if not choice.ranked:
-        raise InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
-    chosen, proof = choice.ranked[0], None
+        found = search(profile, topology, batch, request, parts is not None and parts.clip is not None, reporter)
+    proof = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            choice, chosen, proof = prove(choice, candidates, parts, partial(_tell_misfit, reporter))
-    _tell(reporter, choice, chosen, proof, batch)
+            found, proof = prove(found, parts, partial(_tell_misfit, reporter))
+    elif not found.choice.ranked:
+        raise nothing_fits(found.choice)
+    _tell(reporter, found.choice, proof, batch)
     if explain:
-        for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
+        for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
-    _write(reporter, files, choice, chosen if proof is None else proof.ranked, candidates)
+    _write(reporter, files, found)
     if files.out is not None and files.config is not None:
-        changes = [*overrides, *([] if chosen.candidate.batch == own_batch else [f"train.batch_size={chosen.candidate.batch}"])]
+        planned = found.choice.ranked[0].candidate.batch
+        changes = [*overrides, *([] if planned == own_batch else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")
 
@@ -133,11 +132,13 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 
 
 def _profile_and_topology(
-    files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int, reporter: Reporter
+    files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int | None, reporter: Reporter
 ) -> tuple[Profile, Topology]:
     known = read_topology(request.topology) if request.topology != LOCAL else None
     if files.profile is not None:
-        profile = read_profile(files.profile, rows)
+        profile = read_profile(files.profile, rows or 1)
+        if rows is None and Path(files.profile).suffix == ".txt":
+            reporter.say("microbatches of 1 row: say how many with --rows")
         if parts is not None:
             profile.check_layers(parts.stack.ids)
     else:
@@ -146,18 +147,16 @@ def _profile_and_topology(
     if known is None:
         with reporter.phase("measuring the links of this machine"):
             known = local_topology(workers, dispatch=profile.dispatch)
+        reporter.say(table.links(known))
     return profile, known
 
 
 def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
-    candidate = ranked.candidate
-    reporter.say(
-        f"{table.name(candidate)}: seemed to fit, but its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one"
-    )
+    reporter.say(f"{table.name(ranked.candidate)}: its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one")
 
 
-def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | None, batch: int) -> None:
-    profile, topology = choice.profile, choice.topology
+def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int) -> None:
+    profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
         f"{topology.name or 'topology'}: {topology.num_workers} × {topology.device.name}"
@@ -165,32 +164,34 @@ def _tell(reporter: Reporter, choice: Choice, chosen: Ranked, proof: Compiled | 
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
     reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
-    reporter.say("samples/s in closed form and as simulated, with what makes them differ by more than 10%; memory of the fullest worker")
+    reporter.say(
+        "samples/s in closed form and as simulated, with what makes them differ by more than 10%; memory of the fullest worker, "
+        + ("estimated" if proof is None else "compiled in the first row, estimated in the others")
+    )
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.workers < topology.num_workers:
         reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
-    rank = choice.ranked.index(chosen) + 1
-    reporter.say(f"chosen: rank {rank}, {table.name(candidate)}")
+    reporter.say(f"chosen: {table.name(candidate)}")
     plan = choice.plan(chosen)
-    held = chosen.memory if proof is None else proof.ranked.memory
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
-        estimate = "" if proof is None else f", estimated {table.size(candidate.memory[s])} ({proof.errors[s]:+.1%})"
+        estimate = "" if proof is None else f", estimated {table.size(proof.estimated[s])} ({proof.errors[s]:+.1%})"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
-        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(held[s])}{estimate}")
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(chosen.memory[s])}{estimate}")
     if proof is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
 
 
-def _write(reporter: Reporter, files: Files, choice: Choice, chosen: Ranked, candidates: Sequence[Candidate]) -> None:
+def _write(reporter: Reporter, files: Files, found: Found) -> None:
+    choice, chosen = found.choice, found.choice.ranked[0]
     written: list[tuple[str, str, str | bytes]] = []
     if files.png is not None:
         image = BytesIO()
-        draw_choice(choice, candidates, chosen).savefig(image, format="png")
+        draw_choice(choice, found.candidates, chosen, found.known).savefig(image, format="png")
         written.append(("--png", files.png, image.getvalue()))
     if files.profile_out is not None:
         written.append(("--profile-out", files.profile_out, choice.profile.to_json()))

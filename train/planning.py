@@ -1,6 +1,7 @@
 """What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 
 import jpipe
 from jpipe import InputError
+from planner import table
 from planner.analyze import analyze
 from planner.candidate import Candidate
 from planner.candidates import Updates, find_candidates
@@ -31,6 +33,7 @@ from train.terminal import count
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart
 LOCAL = "local"
+_NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ class Request:
     workers: int | None = None
     pipedream: Updates | None = None
     all_workers: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        choice: the ranking.
+        candidates: all that were considered, as estimated.
+        known: what simulating or compiling said of some of them.
+    """
+
+    choice: Choice
+    candidates: tuple[Candidate, ...]
+    known: dict[Candidate, Ranked]
 
 
 @dataclass(frozen=True)
@@ -146,8 +164,16 @@ def read_text(file: str, option: str) -> str:
         raise InputError(f"{option}: expected text in UTF-8 in '{file}', found other bytes") from None
 
 
-def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool) -> tuple[Choice, list[Candidate]]:
-    """The ranking, and all candidates.
+def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool, reporter: Reporter) -> Found:
+    """Find and rank all plans that a run may have.
+
+    Args:
+        profile: the model's costs.
+        topology: where it is to run.
+        batch: rows between two updates.
+        request: what else is asked for.
+        clips: whether gradients are clipped by their norm, which only schedules that flush can.
+        reporter: is told what was left out.
 
     Raises:
         InputError: no plan has such a batch, or clips with the schedules that are asked for.
@@ -156,49 +182,78 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
     if not schedules:
         raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
+    if len(schedules) < len(allowed):
+        never = ", ".join(name for name in allowed if name not in schedules)
+        reporter.say(f"left out, for they never flush and optimizer.clip_global_norm needs that: {never}")
     exact = not request.up_to
     found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
-    candidates = [
-        candidate
-        for candidate in found
-        if candidate.microbatches <= MOST_MICROBATCHES and (candidate.workers == topology.num_workers or not request.all_workers)
-    ]
+    used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
+    candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
         asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.SCHEDULES) else ""
+        limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
         raise InputError(
-            f"plan: no plan{asked} has a batch of {batch} rows in microbatches of {', '.join(map(str, profile.sizes))} rows on "
+            f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "
             f"{count(topology.num_workers, 'worker')}; allow other {'schedules, ' if asked else ''}batches or numbers of workers"
         )
-    return choose(profile, topology, candidates, clips=clips), candidates
+    if len(candidates) < len(used):
+        many = count(len(used) - len(candidates), "candidate")
+        reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
+    known: dict[Candidate, Ranked] = {}
+    return Found(choose(profile, topology, candidates, clips=clips, tried=known), tuple(candidates), known)
 
 
-def prove(
-    choice: Choice, candidates: Sequence[Candidate], parts: Parts, tell: Callable[[Ranked, Compiled], None]
-) -> tuple[Choice, Ranked, Compiled]:
-    """The best plan whose compiled stages fit, and the ranking in which it is the first; those before it that do not fit are told.
+def nothing_fits(choice: Choice) -> InputError:
+    """What is said where no plan fits."""
+    return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
-    One that does not gives way to the next of its kind that is smaller, and to those of other kinds.
+
+def prove(found: Found, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Found, Compiled]:
+    """Compile the fastest plans until one fits, and put it first, with what XLA says of it.
+
+    Near misses are compiled as well, for estimates are mostly too high where forward and backward are one program. A plan whose compiled
+    stages do not fit gives way to the next of its kind that is smaller, and to those of other kinds.
+
+    Args:
+        found: what was found by estimates.
+        parts: the model.
+        tell: is told each plan that does not fit.
 
     Raises:
         InputError: there is none; says what the last one lacks.
     """
-    left, tried = list(candidates), {ranked.candidate: ranked for ranked in choice.ranked if ranked.simulated is not None}
-    lacking = 0.0
-    while choice.ranked:
-        ranked = choice.ranked[0]
-        found = compiled(choice, ranked, parts.pipeline(choice.plan(ranked)), parts.rows(ranked.candidate.batch), jax.devices()[0])
-        if found.fits:
-            return choice, ranked, found
-        lacking = found.lacking or 0.0
-        tell(ranked, found)
-        failed = ranked.candidate
-        smaller = set(smaller_than(failed, left))
-        left = [other for other in left if other.kind != failed.kind or other in smaller]
-        choice = choose(choice.profile, choice.topology, left, clips=choice.clips, tried=tried)
+    choice, known, lacking = found.choice, dict(found.known), None
+    limit = choice.topology.device.memory
+    most = None if limit is None else (1 + _NEAR) * limit
+    roomy = choice.topology.model_copy(update={"device": choice.topology.device.model_copy(update={"memory": most})})
+    own = {_hoped(candidate, _NEAR * (limit or 0)): candidate for candidate in found.candidates}  # the candidate that each of them was
+    left = list(own)
+    while hopeful := choose(choice.profile, roomy, left, clips=choice.clips, tried=known).ranked:
+        candidate = hopeful[0].candidate
+        pipe = parts.pipeline(choice.plan(hopeful[0]))
+        proof = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
+        known[own[candidate]] = proof.ranked
+        if proof.fits:
+            rest = [own[other] for other in left if other.kind != candidate.kind]
+            others = choose(choice.profile, choice.topology, rest, clips=choice.clips, tried=known)
+            first = dataclasses.replace(others, ranked=(proof.ranked, *others.ranked), considered=choice.considered)
+            return Found(first, found.candidates, known), proof
+        tell(hopeful[0], proof)
+        lacking = proof.lacking or 0.0
+        smaller = set(smaller_than(candidate, left))
+        left = [other for other in left if other.kind != candidate.kind or other in smaller]
+    if lacking is None:
+        raise nothing_fits(choice)
     raise InputError(
-        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {lacking / 1e9:,.3g} GB on a worker; "
+        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {table.size(lacking)} on a worker; "
         "use more workers, a smaller batch or devices with more memory"
     )
+
+
+def _hoped(candidate: Candidate, lacking: float) -> Candidate:
+    """The candidate as one that fits, if it lacks no more than that."""
+    near = candidate.over is not None and candidate.over[1] <= lacking
+    return dataclasses.replace(candidate, over=None) if near else candidate
 
 
 def prepare(request: Request) -> int | None:
