@@ -1,6 +1,7 @@
 """A cut through a run that goes on: what each worker holds after its own update, kept as arrays by layer id, and workers made of them."""
 
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import jax
@@ -59,15 +60,17 @@ class Cut:
     def layers(self) -> dict[str, Plain]:
         """By layer id what `Pipeline.restore` takes: arrays on their devices, of the layers of this process.
 
-        For each layer `params`, the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`, by replica. What
-        replicas hold alike is there in the process of replica 0 only. Empty ones are left out.
+        For each layer `params`, the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`. Replicas hold the
+        same but for layer state: that of the first one is there, and of the others by names such as "block_0 replica 1". What has no
+        arrays is left out.
         """
         assert self.complete
-        found: dict[str, Plain] = {}
-        for part in self._parts.values():
-            for layer_id, plain in part.layers().items():
-                _merge(found.setdefault(layer_id, {}), plain)
-        return found
+        return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
+
+
+def own_name(layer_id: str, replica: int) -> str:
+    """By which a replica's own layer state goes in a checkpoint."""
+    return f"{layer_id} replica {replica}" if replica else layer_id
 
 
 class _Part:
@@ -117,20 +120,28 @@ class _Part:
 
     def layers(self) -> dict[str, Plain]:
         found: dict[str, Plain] = {layer_id: {} for layer_id in self._ids}
-        replica = str(self._replica)
         for layer_id, plain in found.items():
             if self._replica == 0:
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
-            plain["state"] = {replica: to_plain(self._state[layer_id])}
+            plain["state"] = to_plain(self._state[layer_id])
         for number, ((then, summed), at) in enumerate(self._late):
             totals = iter(arrived(summed)[1])
             for layer_id in sorted(then):  # as the leaves of a dict come
                 if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
                     late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at)}
-                    found[layer_id].setdefault("late", {replica: {}})[replica][str(number)] = late
-        return {layer_id: _without_empty(plain) for layer_id, plain in found.items()}
+                    found[layer_id].setdefault("late", {})[str(number)] = late
+        named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
+        return {name: plain for name, plain in named.items() if plain or self._replica == 0}
+
+
+def layer_of(name: str, ids: Iterable[str]) -> str | None:
+    """Which of the layers `ids` a name in `Cut.layers` is of; None: of none of them."""
+    if name in ids:
+        return name
+    layer_id, _, replica = name.rpartition(" replica ")
+    return layer_id if replica.isdecimal() and layer_id in ids else None
 
 
 def restored_worker(
@@ -166,9 +177,8 @@ def restored_worker(
         return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), f"layer '{layer_id}', parameters")
 
     def state_of(layer_id: str) -> Tree:
-        replicas = layers[layer_id].get("state", {})
-        own = replicas.get(str(replica % len(replicas)), {}) if replicas else {}
-        return from_plain(f.specs.state[layer_id], own, f"layer '{layer_id}', state")
+        own = layers[own_name(layer_id, replica % _replicas(layers, layer_id))]
+        return from_plain(f.specs.state[layer_id], own.get("state", {}), f"layer '{layer_id}', state")
 
     versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
     if fresh:
@@ -231,9 +241,9 @@ def from_plain(specs: Tree, plain: Mapping[str, Any], where: str) -> Tree:
 def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain]) -> dict[tuple[str, int], Tree]:
     """By forward the means of layer state that the replica takes in ahead of it, for updates that were done; none under other replicas."""
     ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
-    if not f.averages_state or any(len(layers[layer_id].get("state", {})) != plan.replicas[s] for layer_id in ids):
+    if not f.averages_state or any(_replicas(layers, layer_id) != plan.replicas[s] for layer_id in ids):
         return {}
-    late = [layers[layer_id].get("late", {}).get(str(replica), {}) for layer_id in ids]
+    late = [layers[own_name(layer_id, replica)].get("late", {}) for layer_id in ids]
     found: dict[tuple[str, int], Tree] = {}
     for number in sorted(set.intersection(*map(set, late)), key=int):
         of_layer = dict(zip(ids, (one[number] for one in late), strict=True))
@@ -261,12 +271,9 @@ def _paths(plain: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _merge(found: Plain, more: Plain) -> None:
-    for name, inner in more.items():
-        if isinstance(inner, dict) and name in found:
-            _merge(found[name], inner)
-        else:
-            found[name] = inner
+def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:
+    """How many replicas have layer state of their own."""
+    return next(replica for replica in count(1) if own_name(layer_id, replica) not in layers)
 
 
 def _without_empty(plain: Plain) -> Plain:

@@ -390,7 +390,9 @@ class Pipeline:
 
     def _settled(self, state: State) -> tuple[State, int]:
         """The newest version, in batches, that all workers of all processes hold; where there is none, of a drained copy of the state."""
-        version = self._steps.common_version(state.batch - state.start, state.batch)
+        # After a restore or a drain the workers are ahead of a run that had none; they hold what that one would have in common as well.
+        since = 0 if state.start == state.batch else state.batch
+        version = self._steps.common_version(since, state.batch)
         if version is None:
             state = self.drain(_copy(state))
             version = state.batch

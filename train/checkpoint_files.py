@@ -151,6 +151,16 @@ def read_facts(folder: Path, step: int) -> Any:
     return read_marker(_place(folder, step), step).facts
 
 
+def layers_in(folder: Path, step: int) -> list[str]:
+    """The names that `read_layers` knows.
+
+    Raises:
+        Damaged: a file that says so is missing, cut off or changed.
+    """
+    place = _place(folder, step)
+    return [layer for item in read_items(place, read_marker(place, step)).values() for layer in item.layers]
+
+
 def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> dict[str, Tree]:
     """Read layers of a checkpoint, whichever processes wrote them, after holding their files against the hashes.
 

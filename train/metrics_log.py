@@ -60,7 +60,7 @@ class MetricsLog:
         self._validation[step] = evaluations
 
     def validation_loss(self, step: int) -> float | None:
-        """What goes into the row of `step`, where that is not written yet."""
+        """What goes into the row of `step`, or has gone there."""
         known = self._validation.get(step)
         return None if known is None else mean_loss(known)
 
@@ -73,8 +73,7 @@ class MetricsLog:
             if step in metrics.norms:
                 row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
             if step in self._validation:
-                row["val_loss"] = self._finite(step, "validation loss", self.validation_loss(step) or 0.0)
-                del self._validation[step]
+                row["val_loss"] = self._validation[step] = self._finite(step, "validation loss", mean_loss(self._validation[step]))
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
                 self._folder.log(row)  # first of all: what is told can be found there

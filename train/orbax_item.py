@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp
 import tensorstore as ts
 
 Tree = dict[str, Any]

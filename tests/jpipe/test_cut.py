@@ -92,8 +92,8 @@ def test_a_run_goes_on_under_any_other_plan(first, compiled_once):
     plan = plan_of(PLANS[first])
     pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
     *_, found = trained(pipe, running.fresh(pipe, batches), batches[:5], (3,))
-    newest = {layer_id: plain["params"]["0"] for layer_id, plain in found[3].items()}
-    momenta = {layer_id: jax.tree.leaves(plain["optimizer"]) for layer_id, plain in found[3].items()}
+    newest = {layer_id: found[3][layer_id]["params"]["0"] for layer_id in pipe.stack.ids}
+    momenta = {layer_id: jax.tree.leaves(found[3][layer_id]["optimizer"]) for layer_id in pipe.stack.ids}
     batches = models.masked_batches(2, 12, seed=3)
     for fields in OTHERS:
         again = pipeline(jpipe.Plan.even(models.rich_stack().ids, microbatches=12, **fields))

@@ -56,3 +56,10 @@ def test_a_plan_fits_up_to_its_last_byte():
     tight = proved("gpipe", memory=most - 1)[0]
     assert not tight.fits
     assert tight.lacking == 1
+
+
+def test_an_estimate_that_is_too_high_is_above_nothing():
+    proof = proved("gpipe")[0]
+    doubled = dataclasses.replace(proof, estimated=tuple(2 * size for size in proof.ranked.memory))
+    assert doubled.errors == (1.0, 1.0)
+    assert dataclasses.replace(proof, estimated=(0, 0)).errors == (-1.0, -1.0)

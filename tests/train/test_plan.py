@@ -59,6 +59,9 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
+    held = re.search(r"recompute none; ([\d.]+ kB), estimated", out)[1]
+    assert re.search(rf"^1 .* {re.escape(held)} \(", out, re.MULTILINE)  # the table has what XLA says
+    assert "compiled in the first row, estimated in the others" in out
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
     assert plan.replicas == (2,)
@@ -113,7 +116,16 @@ def test_a_graph_of_the_original_is_planned(files, capsys):
     Path("graph.txt").write_text("\n".join([node.format(1), node.format(2), "\tnode1 -- node2"]) + "\n")
     out = planned(capsys, "--profile=graph.txt", "--rows=2", "--topology=two.yaml", "--batch=8", "--out=plan.json")
     assert "imported profile of 2 layers" in out
+    assert "say how many" not in out
     assert jpipe.Plan.from_json(Path("plan.json").read_text()).layers == ("node1", "node2")
+
+
+def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys):
+    Path("graph.txt").write_text(
+        "node1 -- Dense -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=40.0\n"
+    )
+    out = planned(capsys, "--profile=graph.txt", "--topology=two.yaml", "--batch=8")
+    assert "microbatches of 1 row: say how many with --rows\n" in out
 
 
 def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
@@ -125,7 +137,8 @@ def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
 def test_clipping_leaves_the_schedules_that_flush(files, capsys):
     arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
     out = planned(capsys, *arguments)
-    assert "pipedream_2bw" not in out
+    assert "left out, for they never flush and optimizer.clip_global_norm needs that: pipedream, pipedream_2bw\n" in out
+    assert not re.search(r"^\d+ +pipedream(_2bw)? ", out, re.MULTILINE)
     assert jpipe.SCHEDULES[jpipe.Plan.from_json(Path("plan.json").read_text()).schedule].flushes
 
 
@@ -202,7 +215,7 @@ def test_clipping_with_schedules_that_cannot_is_refused(files, capsys):
 
 def test_no_worker_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
-    found, _ = planning.search(profile(), topology, 8, planning.Request(), clips=False)
-    assert any(ranked.candidate.workers < 7 for ranked in found.ranked)
+    found = planning.search(profile(), topology, 8, planning.Request(), False, Reporter(1, 1, "samples"))
+    assert any(ranked.candidate.workers < 7 for ranked in found.choice.ranked)
     with pytest.raises(jpipe.InputError, match="no plan has a batch of 8 rows in microbatches of 1, 2 rows on 7 workers"):
-        planning.search(profile(), topology, 8, planning.Request(all_workers=True), clips=False)
+        planning.search(profile(), topology, 8, planning.Request(all_workers=True), False, Reporter(1, 1, "samples"))

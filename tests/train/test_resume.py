@@ -1,0 +1,176 @@
+"""Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import InputError
+from tests.train.test_loop import changed, rows_of
+from train import checkpoint_files, checkpoints, loop
+from train.metrics_log import RunStopped
+
+
+class Killed(Exception):
+    """What stands for a kill: the run ends between two steps."""
+
+
+def stop_before(monkeypatch, step):
+    """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
+    real = checkpoints.Checkpoints.arm
+
+    def arm(self, at):
+        if at == step:
+            self.finish()
+            raise Killed
+        real(self, at)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+
+
+def run_in_two(config, monkeypatch, step, **later):
+    """Stop before a step, and go on."""
+    with monkeypatch.context() as patched:
+        stop_before(patched, step)
+        with pytest.raises(Killed):
+            loop.main(changed(config))
+    return loop.main(changed(config, **later))
+
+
+def weights_of(folder: Path):
+    """The last checkpoint."""
+    return checkpoint_files.read_layers(folder, checkpoint_files.steps(folder)[-1])
+
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture
+def saved(tiny):
+    """A config that writes checkpoints."""
+    return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 2}}
+
+
+def check_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"schedule": "gpipe", "num_stages": 2},
+        {"schedule": "pipedream_2bw", "num_stages": 2},
+        {"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1},
+        {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1]},
+    ],
+    ids=lambda plan: plan["schedule"],
+)
+def test_a_run_that_was_stopped_is_the_run_that_went_on(plan, saved, tmp_path, monkeypatch):
+    config = saved | {"plan": plan, "model": saved["model"] | {"dropout": 0.3}}
+    config["plan"].setdefault("microbatches", 2)
+    whole = loop.main(changed(config, run={"dir": str(tmp_path / "whole")}))
+    parts = run_in_two(config, monkeypatch, 6)
+    assert rows_of(parts.folder) == rows_of(whole.folder)
+    assert (parts.val_loss_before, parts.val_loss_after) == (whole.val_loss_before, whole.val_loss_after)
+    check_equal(weights_of(parts.folder), weights_of(whole.folder))
+    assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
+
+
+def test_another_plan_goes_on_with_the_same_weights(saved, monkeypatch, capsys):
+    summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
+    assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
+    assert "resumes at step 4, with other values for plan.num_stages, plan.schedule, train.steps" in capsys.readouterr().out
+
+
+def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        stop_before(patched, 6)
+        with pytest.raises(Killed):
+            loop.main(changed(saved))
+    folder = Path(saved["run"]["dir"])
+    assert checkpoint_files.steps(folder) == [2, 4]
+    damaged = max((folder / "checkpoints" / "00000004").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    summary = loop.main(changed(saved))
+    told = " ".join(capsys.readouterr().out.split())
+    assert damaged.name in told
+    assert "resumes at step 2" in told
+    assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
+
+
+def test_whether_to_resume_is_for_the_user_to_say(saved, tmp_path):
+    with pytest.raises(InputError, match="--resume must: expected checkpoints in"):
+        loop.main(changed(saved), resume="must")
+    with pytest.raises(InputError, match=r"--resume must: expected a run\.dir"):
+        loop.main(changed(saved, run={"dir": None}), resume="must")
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    with pytest.raises(InputError, match="found another run in"):
+        loop.main(changed(saved), resume="never")
+    with pytest.raises(InputError, match=r"has done 2 steps of 2; raise train\.steps"):
+        loop.main(changed(saved, train={"steps": 2}))
+    assert loop.main(changed(saved, train={"steps": 3}), resume="must").steps == 3
+    (folder / "checkpoints" / "00000003" / "checkpoint.json").write_text("{}")
+    (folder / "checkpoints" / "00000002" / "checkpoint.json").write_text("{}")
+    with pytest.raises(InputError, match="none of the checkpoints in"):
+        loop.main(changed(saved))
+
+
+def test_another_model_is_refused_by_its_first_difference(saved):
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    with pytest.raises(InputError, match=r"layer 'embed', parameters: expected .* as in the model, float32\[.*\], found float32\[.*\]"):
+        loop.main(changed(saved, model={"width": 16}))
+    with pytest.raises(InputError, match="lacks layer 'block_1'"):
+        loop.main(changed(saved, model={"depth": 2}))
+    assert rows_of(folder)[-1]["step"] == 1  # nothing was lost by that
+
+
+def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
+    loop.main(changed(saved, train={"steps": 2}))
+    with pytest.raises(InputError, match="optimizer state"):
+        loop.main(changed(saved, optimizer={"name": "sgd"}))
+    assert loop.main(changed(saved, optimizer={"name": "sgd"}, resume={"optimizer": "reset"})).steps == 7
+
+
+@pytest.mark.parametrize("policy", ["stop", "train"])
+def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatch, capsys):
+    real = checkpoint_files.write_layers
+
+    def write(folder, step, layers, process):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return real(folder, step, layers, process)
+
+    monkeypatch.setattr(checkpoint_files, "write_layers", write)
+    config = changed(saved, checkpoint={"on_full_disk": policy})
+    if policy == "stop":
+        with pytest.raises(RunStopped, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
+            loop.main(config)
+    else:
+        folder = loop.main(config).folder
+        assert "the run goes on, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
+        assert checkpoint_files.steps(folder) == [2, 6, 7]
+
+
+def test_a_row_that_a_crash_cut_off_is_written_again(saved, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_before(patched, 5)
+        with pytest.raises(Killed):
+            loop.main(changed(saved))
+    metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 4, "lo')
+    rows = rows_of(loop.main(changed(saved)).folder)
+    assert [row["step"] for row in rows] == list(range(7))
+
+
+def test_a_plan_found_once_is_kept(saved, monkeypatch):
+    found = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
+    calls = []
+    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or found)
+    summary = run_in_two(saved | {"plan": {"file": "auto"}}, monkeypatch, 5)
+    assert calls == [1]
+    assert json.loads((summary.folder / "plan.json").read_text())["schedule"] == "pipedream"
