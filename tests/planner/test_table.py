@@ -1,0 +1,68 @@
+"""The ranking in words, and the picture beside it."""
+
+import dataclasses
+
+import pytest
+
+from planner import table
+from planner.candidates import find_candidates
+from planner.choose import Choice, choose
+from planner.draw import draw_choice
+from planner.profile import Profile
+from planner.topology import Topology
+
+
+def chosen(weights: int, residuals: int, memory: float) -> Choice:
+    """Four equal layers for two workers, in microbatches of 2 rows or 4."""
+    at = [{"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": residuals * n}} for n in (2, 4)]
+    layers = [{"id": f"layer {n}", "weights": weights, "optimizer": 2 * weights, "at": at} for n in range(4)]
+    profile = Profile(source="measured", sizes=(2, 4), inputs=(200, 400), labels=(8, 16), layers=layers)
+    topology = Topology.flat(2, 1e9, memory=memory)
+    return choose(profile, topology, find_candidates(profile, topology, 8))
+
+
+@pytest.mark.parametrize(("weights", "residuals", "smaller"), [(10**5, 10**7, True), (10**7, 10**3, False)])
+def test_smaller_microbatches_are_suggested_only_where_all_else_fits(weights, residuals, smaller):
+    choice = chosen(weights, residuals, memory=1e7)
+    assert not choice.ranked
+    nearest, change = table.what_would_fit(choice)
+    assert nearest.startswith("no plan fits: nearest is ")
+    assert nearest.endswith(" too much")
+    workers = "what would make it fit: more than 2 workers, for more stages"
+    assert change == workers + (", or smaller microbatches than 2 rows" if smaller else "")
+
+
+def test_what_is_rejected_by_its_estimate_says_so():
+    lines = table.why_rejected(chosen(10**5, 10**7, memory=1e7), 3)
+    assert len(lines) == 3
+    assert all("needs an estimated " in line and line.endswith(" more than there are") for line in lines)
+
+
+def test_one_stage_is_no_stages():
+    candidate = chosen(10**5, 10**3, memory=1e9).ranked[0].candidate
+    one = dataclasses.replace(candidate, schedule="gpipe", starts=(0,), replicas=(1,), policies=("none",), extra_in_flight=0)
+    assert table.name(one) == "gpipe with 1 stage"
+    assert table.name(dataclasses.replace(one, starts=(0, 2), replicas=(1, 1), policies=("none",) * 2)) == "gpipe with 2 stages"
+
+
+def test_links_are_told_with_their_units():
+    level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
+    assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us a message"
+    shared = "links of 2.5 GB/s, 30 us a message; 1.8 of 4 workers compute at full speed at a time"
+    assert table.links(Topology(levels=(level,), cores=1.8)) == shared
+    assert table.links(Topology(levels=(level | {"count": 1},))) == "one worker, no links"
+
+
+def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():
+    choice = chosen(10**5, 10**3, memory=1e9)
+    first, second = (ranked.candidate for ranked in choice.ranked[:2])
+    proven = dataclasses.replace(choice.ranked[0], simulated=None, candidate=dataclasses.replace(first, memory=(123_456,) * first.depth))
+    too_large = dataclasses.replace(
+        choice.ranked[1], simulated=None, candidate=dataclasses.replace(second, memory=(2 * 10**9,) * second.depth)
+    )
+    scatter = draw_choice(choice, [first, second], proven, {first: proven, second: too_large}).axes[0]
+    *points, ring = scatter.collections
+    assert ring.get_offsets().tolist() == [[123_456, first.samples_per_second]]
+    pale = {tuple(points_.get_offsets().tolist()[0]): points_.get_alpha() < 0.5 for points_ in points}
+    assert pale == {(123_456, first.samples_per_second): False, (2e9, second.samples_per_second): True}
+    assert scatter.get_ylim()[1] > 1.1 * first.samples_per_second  # the ring is not cut

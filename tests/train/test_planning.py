@@ -1,0 +1,156 @@
+"""The parts of `jpipe plan`: what a search leaves out, and which plans are compiled."""
+
+import dataclasses
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import jpipe
+from planner.candidates import find_candidates
+from planner.compiled import Compiled
+from planner.profile import Profile
+from planner.topology import Topology
+from train import auto, planning
+from train.config import Config
+from train.planning import Found, Parts, Request, prove, search
+from train.progress import Reporter
+from train.together import Together
+
+IDS = ("first", "second", "third")
+LAYERS = {i: lambda x: x + 1 for i in IDS}
+SPEC = jax.ShapeDtypeStruct((1, 2), np.float32)
+TWO = Topology.flat(2, 1e9)
+
+
+def profile(weights: int = 10**6, dispatch: float = 0.0) -> Profile:
+    """Equal layers, three for two workers: data parallelism is fastest and holds most; `dispatch` makes large microbatches faster."""
+    at = [
+        {"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}} for n in (1, 2)
+    ]
+    layers = [{"id": i, "weights": weights, "optimizer": 2 * weights, "at": at} for i in IDS]
+    return Profile(source="measured", sizes=(1, 2), inputs=(8, 16), labels=(8, 16), dispatch=dispatch, layers=layers)
+
+
+def parts() -> Parts:
+    def loss(y, labels):
+        return jnp.sum(y), jnp.ones(())
+
+    return Parts(jpipe.LayerStack(LAYERS), loss, optax.sgd(0.1), (SPEC, SPEC), None)
+
+
+def silent() -> Reporter:
+    return Reporter(1, 1, "samples", Console(file=io.StringIO(), width=200))
+
+
+def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> Found:
+    return search(profile(weights, dispatch), topology, 8, Request(), False, silent())
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """Says which plans fit when compiled, in place of XLA; the list has those that were asked about."""
+
+    def use(answer):
+        asked = []
+
+        def compiled(choice, ranked, *_):
+            asked.append(ranked.candidate)
+            return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0)
+
+        monkeypatch.setattr(planning, "compiled", compiled)
+        return asked
+
+    return use
+
+
+def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
+    monkeypatch.setattr(planning, "MOST_MICROBATCHES", 4)
+    reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
+    found = search(profile(), TWO, 8, Request(), False, reporter)
+    everything = find_candidates(profile(), TWO, 8)
+    assert {candidate.rows for candidate in everything} == {1, 2}
+    left_out = sum(candidate.rows == 1 for candidate in everything)
+    assert told.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
+    assert {candidate.rows for candidate in found.candidates} == {2}
+
+
+def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
+    with pytest.raises(jpipe.InputError, match="no plan has a batch of 10000000 rows in at most 1,024 microbatches of 1, 2 rows"):
+        search(profile(), TWO, 10_000_000, Request(), False, silent())
+
+
+def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_its_kind(fits):
+    found, told = searched(TWO, dispatch=0.02), []
+    best = found.choice.ranked[0].candidate
+    assert best.rows == 2
+    own = tuple(candidate for candidate in found.candidates if candidate.rows == 2 or candidate.kind == best.kind)
+    asked = fits(lambda candidate: candidate.rows == 1)
+    proven, proof = prove(dataclasses.replace(found, candidates=own), parts(), lambda ranked, _: told.append(ranked.candidate))
+    first = proven.choice.ranked[0]
+    assert told == asked[:-1]
+    assert told
+    assert all(candidate.rows == 2 for candidate in told)
+    assert first is proof.ranked
+    assert first.candidate == asked[-1]
+    assert (first.candidate.kind, first.candidate.rows) == (best.kind, 1)
+    assert not {ranked.candidate for ranked in proven.choice.ranked} & set(told)
+    assert set(told) <= set(proven.known)
+
+
+def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
+    fits(lambda candidate: False)
+    with pytest.raises(jpipe.InputError, match="do the compiled stages fit; the last one lacks 2 kB on a worker"):
+        prove(searched(TWO), parts(), lambda *_: None)
+
+
+@pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
+def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, does):
+    weights = 10**8  # a worker of data parallelism holds 12 times that, one of two stages 8 times
+    found = searched(Topology.flat(2, 1e12, memory=memory), weights)
+    parallel = [candidate for candidate in found.candidates if candidate.depth == 1]
+    assert parallel
+    assert all(candidate.over is not None for candidate in parallel)
+    assert all(ranked.candidate.depth == 2 for ranked in found.choice.ranked)
+    asked = fits(lambda candidate: candidate.depth == 2 or does)
+    proven, proof = prove(found, parts(), lambda *_: None)
+    assert (asked[0].depth == 1) == near
+    first = proven.choice.ranked[0].candidate
+    assert first.depth == (1 if near and does else 2)
+    assert first.over is None
+    assert [ranked.candidate.kind for ranked in proven.choice.ranked].count(first.kind) == 1
+    assert any(proven.known.get(candidate) is proof.ranked for candidate in found.candidates)
+
+
+def test_nothing_that_could_fit_is_compiled_in_vain(fits):
+    asked = fits(lambda candidate: True)
+    with pytest.raises(jpipe.InputError, match="no plan fits: nearest is"):
+        prove(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)
+    assert not asked
+
+
+class Alone(Together):
+    """Process 0 of two, as far as it asks."""
+
+    def alike(self, work):
+        return work()
+
+    def from_first(self, what, work):
+        return work()
+
+
+def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
+    fits(lambda candidate: True)
+    config = Config.model_validate(tiny)
+    monkeypatch.setattr(Parts, "of", lambda *_: parts())
+    monkeypatch.setattr(auto, "profile_of", lambda *_: profile())
+    monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(7, 1e9))
+    alone = Alone(None)
+    assert len(auto.find_plan(config, silent(), alone).workers) < 7
+    alone.processes = object()
+    with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on 7 workers"):
+        auto.find_plan(config, silent(), alone)
