@@ -1,13 +1,15 @@
 """Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import jpipe
 from planner.candidate import Candidate
 from planner.paper import search_paper
-from planner.parallel import sweep
-from planner.partition import Partition, Problem
+from planner.parallel import pipelines_seconds, sweep
+from planner.partition import Partition, Placed, Problem, evaluate
 from planner.pipedream import search
 from planner.price import all_reduce_seconds
 from planner.profile import Profile
@@ -71,6 +73,32 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
         candidate = as_candidate(problem, partition, rows)
         if candidate.batch <= batch:
             yield candidate
+
+
+def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds of a batch of a plan in closed form, where layers or links cost something else than those it was found with.
+
+    Args:
+        profile: the costs.
+        topology: the links, and cores where workers share them.
+        candidate: a plan for these layers and workers.
+    """
+    plan = candidate.plan(profile.ids)
+    if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
+        seconds = pipelines_seconds(profile, topology, candidate)
+    else:
+        every: int | Literal["replicas"] = "replicas" if candidate.update_every == "replicas" else candidate.microbatches
+        problem = Problem(list(profile.costs(candidate.rows).values()), topology, every, dispatch=profile.dispatch)
+        ends = (*candidate.starts[1:], len(profile.ids))
+        firsts = (0, *accumulate(candidate.replicas))
+        placed = map(Placed, candidate.starts, ends, firsts, candidate.replicas, candidate.policies)
+        seconds = evaluate(problem, list(placed)).seconds * candidate.microbatches
+    computing = 0.0
+    for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
+        updates = plan.microbatches / plan.microbatches_an_update(s)
+        computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
+    bubble = 1 - computing / (candidate.workers * seconds)
+    return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
 
 
 def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:

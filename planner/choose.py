@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jpipe
 from planner.candidate import Candidate
+from planner.candidates import closed_form
 from planner.profile import Profile
 from planner.simulated import Simulated, simulated
 from planner.topology import Topology
@@ -170,23 +171,39 @@ def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidat
 
 def _simulate(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Ranked:
     plan = candidate.plan(profile.ids)
-    costs = profile.stage_costs(plan, candidate.rows)
-    found = simulated(plan, costs, topology, clips)
+    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
     if found is None or abs(found.batch_seconds / candidate.seconds - 1) <= _DIFFERENT:
         return Ranked(candidate, found)
-    return Ranked(candidate, found, _why(plan, costs, topology, found.batch_seconds, candidate.seconds))
+    return Ranked(candidate, found, _why(profile, topology, candidate, clips))
 
 
-def _why(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology, seconds: float, expected: float) -> str:
-    """Which of links, imbalance and bubble brings the simulation nearer to the closed form when it is taken out, one after the other."""
-    free = simulated(plan, costs, _without_links(topology))
-    if free is not None and abs(free.batch_seconds - expected) < abs(seconds - expected) / 2:
-        return "link"
-    forward, backward = (sum(getattr(cost, name) for cost in costs) / len(costs) for name in ("forward", "backward"))
-    even = simulated(plan, [dataclasses.replace(cost, forward=forward, backward=backward) for cost in costs], _without_links(topology))
-    if even is not None and abs(even.batch_seconds - expected) < abs(seconds - expected) / 2:
-        return "imbalance"
-    return "bubble"
+def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> str:
+    """What to take out for closed form and simulation to agree: links, or of these only the sums, or else what makes stages uneven."""
+    unlinked = _without_links(topology)
+    if _agree(profile, unlinked, candidate, clips):
+        layers = tuple([layer.model_copy(update={"weights": 0}) for layer in profile.layers])
+        return "sum" if _agree(profile.model_copy(update={"layers": layers}), topology, candidate, clips) else "link"
+    even = dataclasses.replace(candidate, policies=candidate.policies[:1] * candidate.depth)
+    return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, clips) else "bubble"
+
+
+def _agree(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> bool:
+    """Whether closed form and simulation do, where layers or links cost something else."""
+    plan = candidate.plan(profile.ids)
+    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
+    return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+
+
+def _evened(profile: Profile, candidate: Candidate) -> Profile:
+    """The profile with as much to compute for each worker of the candidate: a stage's share goes by its replicas."""
+    ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
+    for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
+        share = replicas / candidate.workers / (end - start)
+        for number in range(start, end):
+            own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
+            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])
+            layers[number] = layers[number].model_copy(update={"at": at})
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _without_links(topology: Topology) -> Topology:

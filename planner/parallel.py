@@ -70,6 +70,32 @@ def sweep(
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
+def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds of a batch of a plan that `sweep` could have found, in closed form; cores that workers share left out.
+
+    Args:
+        profile: the costs, not necessarily those it was found with.
+        topology: the links, likewise.
+        candidate: equal pipelines that update together.
+    """
+    width, depth, layers = candidate.replicas[0], candidate.depth, Layers(profile)
+    stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
+    backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
+    times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
+    legal, in_flight, _ = _flights(candidate.schedule, width, depth, candidate.extra_in_flight, (candidate.microbatches // width,))
+    return float(_price(candidate.schedule, candidate.extra_in_flight, legal, in_flight, times).seconds[0])
+
+
+def _price(schedule: str, extra: int, microbatches: tuple[int, ...], in_flight: Any, times: Times) -> Price:
+    """The price of a batch for each number of microbatches of a pipeline."""
+    m = np.array(microbatches)[:, None]
+    if jpipe.SCHEDULES[schedule].flushes:
+        return {"naive": naive_price, "gpipe": gpipe_price, "pipedream_flush": flush_price}[schedule](times, m)
+    # the first forward that reads a new version: in 2BW that of the next batch but one, else the next forward but one
+    hidden = m - in_flight + 1 if schedule == "pipedream_2bw" else np.ones_like(in_flight)
+    return steady_price(times, m, hidden, extra)
+
+
 @dataclass(frozen=True)
 class Shape:
     """A plan in the numbers that a schedule reads; cheap to make."""
@@ -217,16 +243,11 @@ class _Sweep:
 
     def _seconds(self, schedule: str, extra: int, fit: _Fit, times: Times) -> Price:
         """The price of a batch."""
-        m = np.array(fit.microbatches)[:, None]
-        depth, flushes = fit.policy.shape[1], jpipe.SCHEDULES[schedule].flushes
-        if self.price == "paper":
-            rounds = m * depth if schedule == "naive" else m + depth - 1 if flushes else m
-            return paper_price(times, m, rounds[:, 0])
-        if flushes:
-            return {"naive": naive_price, "gpipe": gpipe_price, "pipedream_flush": flush_price}[schedule](times, m)
-        # the first forward that reads a new version: in 2BW that of the next batch but one, else the next forward but one
-        hidden = m - fit.in_flight + 1 if schedule == "pipedream_2bw" else np.ones_like(fit.in_flight)
-        return steady_price(times, m, hidden, extra)
+        if self.price == "closed form":
+            return _price(schedule, extra, fit.microbatches, fit.in_flight, times)
+        m, depth = np.array(fit.microbatches)[:, None], fit.policy.shape[1]
+        rounds = m * depth if schedule == "naive" else m + depth - 1 if jpipe.SCHEDULES[schedule].flushes else m
+        return paper_price(times, m, rounds[:, 0])
 
     def _priced(
         self, stages: Stages, rows: int, schedule: str, width: int, extra: int, keep: Any, fit: _Fit, times: Times
