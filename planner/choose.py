@@ -26,7 +26,8 @@ class Ranked:
     Attributes:
         candidate: with the closed form.
         simulated: None where that would take long.
-        why: what makes the simulation differ from the closed form by more than a tenth, in a word; "" where it does not.
+        why: what makes the simulation differ from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; "" where
+            it does not.
     """
 
     candidate: Candidate

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import jpipe
+import planner.choose
 from planner import table
 from planner.candidates import find_candidates
 from planner.choose import choose
@@ -107,3 +108,35 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
     scatter, bars = figure.axes
     assert sum(len(points.get_offsets()) for points in scatter.collections) == len(candidates) + 1  # and the ring
     assert [label.get_text()[0] for label in bars.get_yticklabels()] == [str(s) for s in range(plan.depth)]
+
+
+def pipelines(schedule, forwards, replicas, *levels, batch, extra=0, cores=None, weights=1_000, outputs=5_000):
+    """The slowest plan of layers with these times, as it is found, and what for: profile, topology, candidates."""
+    layers = [
+        {"id": f"layer_{n}", "weights": weights, "at": [{"forward": f, "backward": 2 * f, "outputs": outputs, "residuals": {"none": 10}}]}
+        for n, f in enumerate(forwards)
+    ]
+    profile = Profile(source="analytic", sizes=[1], inputs=[1], labels=[1], layers=layers)
+    topology = Topology(levels=[dict(zip(("count", "bandwidth", "latency"), level, strict=True)) for level in levels], cores=cores)
+    found = [c for c in find_candidates(profile, topology, batch, schedules=[schedule]) if c.replicas == replicas]
+    return profile, topology, [c for c in found if c.extra_in_flight == extra][-1:]
+
+
+TRULY_DIFFERENT = {
+    "link": pipelines("pipedream_2bw", [1, 1], (4, 4), (4, 3e3, 0.0), (2, 300.0, 0.5), batch=8),
+    "sum": pipelines("pipedream_flush", [3, 1, 1], (8,), (4, 3e3, 0.0), (2, 300.0, 0.0), batch=16, cores=2, weights=7_000),
+    "imbalance": pipelines("pipedream", [3, 1, 1, 1], (1, 1, 1, 1), (4, 3e6, 0.0), batch=8, extra=1, cores=2),
+    "bubble": pipelines("gpipe", [0.4, 1, 1, 1], (1, 1, 1, 1), (4, 3e6, 0.0), batch=4, cores=2),
+}
+
+
+@pytest.mark.parametrize("why", TRULY_DIFFERENT)
+def test_what_really_differs_is_called_by_its_name(why):
+    assert [ranked.why for ranked in choose(*TRULY_DIFFERENT[why]).ranked] == [why]
+
+
+def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
+    asked = []
+    monkeypatch.setattr(planner.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
+    choose(*TRULY_DIFFERENT["sum"], clips=True)
+    assert asked == [True] * 3  # as it is, on free links, without sums
