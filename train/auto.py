@@ -1,5 +1,7 @@
 """`jpipe train --plan auto`: the plan is found when the run starts, by process 0, for the devices that there are."""
 
+import os
+
 import jax
 
 import jpipe
@@ -27,9 +29,16 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     """
     parts = together.alike(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
-    # All at the same time: processes of one machine slow each other down, as they will when they train.
-    own = together.alike(lambda: profile_of(parts, None, batch, jax.device_count(), reporter))
-    profile = Profile.from_json(together.from_first("the profile of process 0", own.to_json))
+
+    def measured() -> Profile | None:
+        # At the same time on all cores, for those that are busy slow each other down, as they will in training; and not more on one.
+        if together.index >= (os.cpu_count() or 1):
+            return None
+        with together.working("the profile of the layers"):
+            return profile_of(parts, None, batch, jax.device_count(), reporter)
+
+    own = together.alike(measured)
+    profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if own is None else own.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 
     request = Request(all_workers=together.processes is not None)

@@ -51,13 +51,15 @@ class Together:
 
     Attributes:
         processes: those of the library; None where this one is alone.
+        index: of this process, 0 where it is alone.
         is_first: whether this is process 0, which writes and speaks.
         all_know: whether all processes end for a reason that all know.
     """
 
     def __init__(self, processes: jpipe.Processes | None) -> None:
         self.processes = processes
-        self.is_first = processes is None or processes.index == 0
+        self.index = 0 if processes is None else processes.index
+        self.is_first = self.index == 0
         self.all_know = False
 
     def agree(self, facts: Callable[[], dict[str, str]]) -> None:
@@ -109,8 +111,12 @@ class Together:
             self.processes.tell(what, list(map(float, text.encode())))
         return bytes(map(int, self.processes.told(what, 0))).decode()
 
+    def working(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """For long work inside, in words: others may wait for it, for ten minutes at most."""
+        return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
+
     def _alone(self, what: str, work: Callable[[], str]) -> str:
-        with contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK):
+        with self.working(what):
             return work()
 
     def start_devices(self, limit: float) -> None:
