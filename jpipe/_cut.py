@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._errors import InputError
-from jpipe._layers import describe
+from jpipe._plain import Plain, from_plain, to_plain
 from jpipe._plan import Plan
 from jpipe._program import Forward, ForwardBackward, Update
 from jpipe._runtime import Event
@@ -19,8 +19,6 @@ from jpipe._transport import arrived
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
-Plain = dict[str, Any]
-"""Dicts in dicts, with text for keys and arrays for leaves: what any program can read."""
 
 
 class Cut:
@@ -174,11 +172,11 @@ def restored_worker(
 
     def params_of(layer_id: str, age: int) -> Tree:
         ages = layers[layer_id].get("params", {})
-        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), f"layer '{layer_id}', parameters")
+        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), f"checkpoint: layer '{layer_id}', parameters")
 
     def state_of(layer_id: str) -> Tree:
         own = layers[own_name(layer_id, replica % _replicas(layers, layer_id))]
-        return from_plain(f.specs.state[layer_id], own.get("state", {}), f"layer '{layer_id}', state")
+        return from_plain(f.specs.state[layer_id], own.get("state", {}), f"checkpoint: layer '{layer_id}', state")
 
     versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
     if fresh:
@@ -186,7 +184,7 @@ def restored_worker(
     else:
         specs = jax.eval_shape(f.init_optimizer, f.specs.params)
         optimizer = {
-            layer_id: from_plain(specs[layer_id], layers[layer_id].get("optimizer", {}), f"layer '{layer_id}', optimizer state")
+            layer_id: from_plain(specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state")
             for layer_id in ids
         }
     state = {layer_id: state_of(layer_id) for layer_id in ids}
@@ -194,48 +192,6 @@ def restored_worker(
     placed = jax.device_put((versions, optimizer, state, sums, _late_means(plan, s, replica, f, layers), key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
-
-
-def to_plain(tree: Tree) -> Plain:
-    """Any pytree as dicts in dicts: the keys, names and numbers on the way to each leaf, as text. Random keys become their bits."""
-    found: Plain = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        *outer, last = _names(path)
-        inner = found
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return found
-
-
-def from_plain(specs: Tree, plain: Mapping[str, Any], where: str) -> Tree:
-    """The pytree that `to_plain` made `plain` of.
-
-    Args:
-        specs: shapes and dtypes of its leaves.
-        plain: what `to_plain` gave, with any arrays.
-        where: what this is, for error messages.
-
-    Raises:
-        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype.
-    """
-    flat, form = jax.tree_util.tree_flatten_with_path(specs)
-    left = _paths(plain)
-    leaves = []
-    for path, spec in flat:
-        name = "/".join(_names(path))
-        leaf = left.pop(name, None)
-        if leaf is None:
-            raise InputError(f"checkpoint: {where}: '{name}', {describe(spec)} in the model, is not in it; is it of another model?")
-        is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
-        wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
-        if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
-            found = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-            raise InputError(f"checkpoint: {where}: expected '{name}' as in the model, {describe(wanted)}, found {found}")
-        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
-    if left:
-        raise InputError(f"checkpoint: {where}: '{next(iter(left))}' is not in the model; is it of another model?")
-    return jax.tree.unflatten(form, leaves)
 
 
 def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain]) -> dict[tuple[str, int], Tree]:
@@ -248,26 +204,13 @@ def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Map
     for number in sorted(set.intersection(*map(set, late)), key=int):
         of_layer = dict(zip(ids, (one[number] for one in late), strict=True))
         then = {
-            layer_id: from_plain(spec, of_layer[layer_id]["then"], f"layer '{layer_id}', state")
+            layer_id: from_plain(spec, of_layer[layer_id]["then"], f"checkpoint: layer '{layer_id}', state")
             if layer_id in of_layer
             else jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)  # nothing of it is averaged
             for layer_id, spec in f.specs.state.items()
         }
         total = [of_layer[layer_id]["total"][str(n)] for layer_id in ids for n in range(len(floats_of(f.specs.state[layer_id])))]
         found.setdefault(("late", int(of_layer[ids[0]]["microbatch"])), []).append((then, total))
-    return found
-
-
-def _names(path: tuple[Any, ...]) -> list[str]:
-    """A path in words; "array" where the leaf is the whole tree."""
-    return [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path] or ["array"]
-
-
-def _paths(plain: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """The leaves by their paths."""
-    found: dict[str, Any] = {}
-    for name, inner in plain.items():
-        found |= _paths(inner, f"{before}{name}/") if isinstance(inner, Mapping) else {before + name: inner}
     return found
 
 

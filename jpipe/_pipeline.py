@@ -4,7 +4,7 @@ import atexit
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,13 +15,14 @@ from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
 from jpipe._costs import StageCost, measure_bytes
-from jpipe._cut import Cut, Plain, restored_worker
-from jpipe._errors import InputError
-from jpipe._layers import LayerStack, describe, key_spec
+from jpipe._cut import Cut, restored_worker
+from jpipe._errors import InputError, nearest
+from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
 from jpipe._lower import lower_evaluation
 from jpipe._metrics import Board, Evaluation, Metrics
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._placement import place
+from jpipe._plain import Plain, filled
 from jpipe._plan import Plan
 from jpipe._processes import Processes
 from jpipe._program import Program, Send
@@ -126,24 +127,29 @@ class Pipeline:
         """
         self._functions(batch)
 
-    def init(self, key: jax.Array, batch: Batch) -> State:
-        """Fresh weights on their devices, and everything compiled for batches like this one.
+    def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None) -> State:
+        """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
 
         Args:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
+            params: parameters to begin with, by layer id, as `params` gives them or as dicts in dicts, with any arrays; they are copied.
+                What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is.
 
         Returns:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that are not there.
+            InputError: as `check`; a key of another kind; devices that are not there; parameters that the model does not have, or of
+                another shape or dtype.
         """
         key = _as_key(key)
+        specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
+        given = _given(params or {}, specs)
         self._prepare(batch)
         places = [(layer_id, stage.device) for stage in self._stages.values() for layer_id in stage.functions.stage.layers]
-        initializers = compile_initializers(self.stack, self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0]), places)
-        workers = tuple(self._init_worker(stage, initializers, key) for stage in self._stages.values())
+        initializers = compile_initializers(self.stack, specs, places)
+        workers = tuple(self._init_worker(stage, initializers, key, given) for stage in self._stages.values())
         self._meet()
         return State(workers, batch=0, start=0)
 
@@ -363,12 +369,13 @@ class Pipeline:
         return self._probed[1]
 
     def _init_worker(
-        self, stage: CompiledStage, initializers: dict[tuple[str, jax.Device], jax.stages.Compiled], key: jax.Array
+        self, stage: CompiledStage, initializers: dict[tuple[str, jax.Device], jax.stages.Compiled], key: jax.Array, given: Tree
     ) -> WorkerState:
         f, params, state = stage.functions, {}, {}
         for layer_id in f.stage.layers:
             layer_key = jax.device_put(self.stack.init_key(layer_id, key), stage.device)
-            params[layer_id], state[layer_id] = initializers[layer_id, stage.device](layer_key)
+            fresh, state[layer_id] = initializers[layer_id, stage.device](layer_key)
+            params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
         optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
 
@@ -407,6 +414,19 @@ def _as_key(key: Any) -> jax.Array:
         found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
         raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {found}")
     return key
+
+
+def _given(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
+    """The parameters of all layers: arrays where they are given, else shapes."""
+    for layer_id in params:
+        if layer_id not in specs:
+            raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
+    return {layer_id: filled(spec.params, params.get(layer_id, {}), f"params: layer '{layer_id}'") for layer_id, spec in specs.items()}
+
+
+def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
+    """A copy of the array that is given: an update writes into the memory of the old weights, which is not to be the caller's."""
+    return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
 
 
 def _is_used_up(worker: WorkerState) -> bool:

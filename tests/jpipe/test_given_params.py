@@ -1,0 +1,101 @@
+"""Runs that begin with parameters of the caller's: they are those that train, and they stay the caller's."""
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import InputError
+from tests.jpipe import models, running
+
+BATCHES = models.batches_of(3, models.ROWS * 2)
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def pipeline(**fields):
+    stack = models.plain_stack(2)
+    plan = jpipe.Plan.even(stack.ids, 2, **({"schedule": "pipedream_2bw", "microbatches": 2} | fields))
+    return jpipe.Pipeline(stack, plan, models.squares, models.momentum())
+
+
+def begun(pipe, params, seed=0):
+    return pipe.init(jax.random.key(seed), BATCHES[0], params)
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def test_a_run_with_the_parameters_of_another_one_is_that_one():
+    """Nothing else in a model without dropout comes from the key."""
+    pipe = pipeline(schedule="pipedream", replicas=[2, 1])
+    expected = running.train(pipe, BATCHES, begun(pipe, None, seed=1))
+    found = running.train(pipe, BATCHES, begun(pipe, pipe.params(begun(pipe, None, seed=1))))
+    assert found.losses == expected.losses
+    running.check_equal(found.params, expected.params)
+    assert found.losses != running.train(pipe, BATCHES, begun(pipe, None)).losses
+
+
+@pytest.mark.parametrize("kind", [np.array, jax.numpy.array], ids=["NumPy", "JAX"])
+def test_what_is_given_is_not_written_to(kind):
+    pipe = pipeline()
+    given = jax.tree.map(kind, on_host(pipe.params(begun(pipe, None, seed=1))))
+    before = on_host(given)
+    running.train(pipe, BATCHES, begun(pipe, given))
+    running.check_equal(given, before)
+
+
+def test_what_is_left_out_is_fresh():
+    pipe = pipeline()
+    fresh, ones = on_host(pipe.params(begun(pipe, None))), np.ones((models.WIDTH, models.WIDTH), np.float32)
+    found = on_host(pipe.params(begun(pipe, {"layer1": {"w": ones}})))
+    running.check_equal(found, fresh | {"layer1": fresh["layer1"] | {"w": ones}})
+
+
+def nested() -> jpipe.Layer:
+    """A dense layer whose parameters are a list in a dict."""
+    inner = models.dense()
+
+    def init(key, x):
+        params, state = inner.init(key, x)
+        return {"parts": [params["w"], {"b": params["b"]}]}, state
+
+    def apply(params, state, x, key, train):
+        w, rest = params["parts"]
+        return inner.apply({"w": w, **rest}, state, x, key, train)
+
+    return jpipe.Layer(init, apply)
+
+
+def test_parameters_go_by_their_paths():
+    """As in a file: any nesting of plain dicts, also none."""
+    stack = jpipe.LayerStack({"a": nested(), "b": nested()})
+    pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
+    params = on_host(pipe.params(begun(pipe, None, seed=1)))
+    w, rest = params["a"]["parts"]
+    given = {"a": {"parts": {"0": w, "1": rest}}, "b": {"parts/0": params["b"]["parts"][0], "parts/1/b": params["b"]["parts"][1]["b"]}}
+    running.check_equal(on_host(pipe.params(begun(pipe, given))), params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"layer9": {}}, r"params: the model has no layer 'layer9'; did you mean 'layer"),
+        ({"layer1": {"v": np.ones(3, np.float32)}}, r"params: layer 'layer1': 'v' is not in the model"),
+        (
+            {"layer1": {"w": np.ones((3, 4), np.float32)}},
+            r"params: layer 'layer1': expected 'w' as in the model, float32\[3, 3\], found float32\[3, 4\]",
+        ),
+        (
+            {"layer1": {"w": np.ones((3, 3))}},
+            r"params: layer 'layer1': expected 'w' as in the model, float32\[3, 3\], found float64\[3, 3\]",
+        ),
+        ({"layer1": {"w": 1.0}}, r"params: layer 'layer1': expected an array as 'w', found float"),
+    ],
+)
+def test_parameters_of_another_model_are_refused_before_anything_is_compiled(params, message, monkeypatch):
+    pipe = pipeline()
+    monkeypatch.setattr(pipe, "_prepare", lambda batch: pytest.fail("compiled"))
+    with pytest.raises(InputError, match=message):
+        begun(pipe, params)
