@@ -20,7 +20,7 @@ from typing import Any
 
 from jpipe import InputError
 from train.checkpoint_records import MARKER, Damaged, Item, describe, marker_text, read_items, read_marker, verify_item
-from train.orbax_item import Tree, read_item, write_item
+from train.orbax_item import Tree, item_specs, read_item, write_item
 from train.run_folder import write_atomically
 
 
@@ -151,6 +151,15 @@ def read_facts(folder: Path, step: int) -> Any:
     return read_marker(_place(folder, step), step).facts
 
 
+def digest(folder: Path, step: int) -> str:
+    """A hash of all that a checkpoint holds.
+
+    Raises:
+        Damaged: the marker is missing, cut off or changed.
+    """
+    return read_marker(_place(folder, step), step).sha256
+
+
 def layers_in(folder: Path, step: int) -> list[str]:
     """The names that `read_layers` knows.
 
@@ -159,6 +168,16 @@ def layers_in(folder: Path, step: int) -> list[str]:
     """
     place = _place(folder, step)
     return [layer for item in read_items(place, read_marker(place, step)).values() for layer in item.layers]
+
+
+def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
+    """Shapes and dtypes of what `read_layers` gives, for all layers; no array is read, and no hash of one is looked at.
+
+    Raises:
+        Damaged: a file that says which layers there are is missing, cut off or changed.
+    """
+    place = _place(folder, step)
+    return {layer: tree for name in read_items(place, read_marker(place, step)) for layer, tree in item_specs(place / name).items()}
 
 
 def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> dict[str, Tree]:

@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, `jpipe plan CONFIG` and `jpipe simulate PLAN|CONFIG`."""
+"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate` and `export`."""
 
 import json
 import sys
@@ -187,6 +187,31 @@ def simulate(
     except InputError as error:
         return _fail(str(error), 2)
     print("\n".join(map(printable, shown.split("\n"))))
+    return 0
+
+
+@app.command
+def export(
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: Annotated[str, tyro.conf.arg(metavar="FILE.safetensors")],
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+) -> int:
+    """Write the weights of a run into one file, for inference or for another run to begin with.
+
+    Args:
+        folder: The folder of the run, such as runs/0001.
+        out: The file, a new one. It holds the newest parameters and the layer state, by layer id and path.
+        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+    """
+    with interrupt.held():
+        import train.export as exporting
+        from jpipe import InputError
+    interrupt.check()
+
+    try:
+        exporting.main(folder, out, step, lambda line: print(printable(line)))
+    except InputError as error:
+        return _fail(str(error), 2)
     return 0
 
 

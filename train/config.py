@@ -115,6 +115,16 @@ class ResumeConfig(_Section):
     optimizer: Literal["keep", "reset"] = "keep"
 
 
+class WarmStartConfig(_Section):
+    """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
+
+    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
+    """
+
+    file: FilePath | None = None
+    mode: Literal["strict", "partial"] = "strict"
+
+
 class ModelConfig(_OwnCode):
     """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is.
 
@@ -245,6 +255,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -73,10 +74,11 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         interrupt.check()
         if resumed is not None:
             tell_resumed(resumed, config, reporter)
+        given = starting_params(config, pipe, batches, together, resumed, reporter)
         folder = together.alike(lambda: make_folder(config, pipe.plan, resumed) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
-                return run(config, pipe, batches, folder, reporter, together, resumed)
+                return run(config, pipe, batches, folder, reporter, together, resumed, given)
         except BaseException as error:
             logged = "" if folder is None else f"; the steps logged so far are in {folder.path}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
@@ -110,6 +112,24 @@ def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
 
 
+def starting_params(
+    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None, reporter: Reporter
+) -> dict[str, Any] | None:
+    """Those that the run begins with, if it is to begin with others than fresh ones.
+
+    Raises:
+        jpipe.InputError: they cannot be read, or do not fit.
+    """
+    if config.warm_start.file is None:
+        return None
+    if resumed is not None:
+        reporter.say("warm_start is left aside: it is for a run that begins, and this one goes on")
+        return None
+    from train import warm_start
+
+    return warm_start.load(config.warm_start, pipe, batches.train[0], together, reporter.say)
+
+
 def make_folder(config: Config, plan: jpipe.Plan, resumed: Resumed | None = None) -> RunFolder:
     """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
     with interrupt.held():
@@ -129,6 +149,7 @@ def run(
     reporter: Reporter,
     together: Together,
     resumed: Resumed | None = None,
+    given: dict[str, Any] | None = None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into."""
     plan, several = pipe.plan, together.processes is not None
@@ -142,7 +163,7 @@ def run(
             for line in jpipe.placement_grid(plan, pipe.devices).splitlines():
                 reporter.say(line)
         with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
-            state = begin(config, pipe, batches, together, resumed)
+            state = begin(config, pipe, batches, together, resumed, given)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
             sizes = pipe.costs(batches.train[0], compiled_for=here)
@@ -171,15 +192,22 @@ def run(
     return summary
 
 
-def begin(config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None) -> jpipe.State:
-    """Fresh weights, or those of the checkpoint; everything compiled.
+def begin(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    batches: data.Data,
+    together: Together,
+    resumed: Resumed | None,
+    given: dict[str, Any] | None = None,
+) -> jpipe.State:
+    """Weights that are fresh, or given, or those of the checkpoint; everything compiled.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer, or damaged.
     """
     key = jax.random.key(config.seed)
     if resumed is None:
-        return pipe.init(key, batches.train[0])
+        return pipe.init(key, batches.train[0], given)
     layers = together.alike(lambda: resumed.layers(pipe))
     fresh = config.resume.optimizer == "reset"
     return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)

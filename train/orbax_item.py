@@ -57,6 +57,13 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     return _renamed(restored, unquote)
 
 
+def item_specs(path: Path) -> dict[str, Tree]:
+    """Shapes and dtypes of all that `read_item` can read, by layer id; no array is read."""
+    found = _checkpointer().metadata(path.absolute()).item_metadata.tree
+    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
+    return {layer: tree for layer, tree in _renamed(specs, unquote).items() if layer != _NO_LAYER}
+
+
 class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
     """Writes the arrays of this very process; Orbax's own handler leaves out, silently, those of any process but 0.
 
@@ -110,7 +117,7 @@ _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
     if isinstance(tree, dict):
         return {rename(key): _renamed(value, rename) for key, value in tree.items()}
-    if not isinstance(tree, np.ndarray):
+    if not isinstance(tree, (np.ndarray, jax.ShapeDtypeStruct)):
         raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
     return tree
 

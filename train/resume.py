@@ -74,8 +74,7 @@ class Resumed:
         """
         from train import checkpoint_files
 
-        own = [s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()]
-        ids = {layer_id for s in own for layer_id in pipe.plan.stages[s].layers}
+        ids = own_layers(pipe)
         there = checkpoint_files.layers_in(self.folder, self.step)
         if missing := [layer_id for layer_id in pipe.stack.ids if layer_id not in there]:
             raise InputError(f"{self.folder}: the checkpoint of step {self.step} lacks layer '{missing[0]}'; is it of another model?")
@@ -85,6 +84,12 @@ class Resumed:
             )
         own_names = [name for name in there if jpipe.layer_of(name, pipe.stack.ids) in ids]
         return checkpoint_files.read_layers(self.folder, self.step, own_names)
+
+
+def own_layers(pipe: jpipe.Pipeline) -> list[str]:
+    """The layers of this process's workers."""
+    own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
+    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
 
 
 def find(config: Config, resume: Resume, together: Together, say: Callable[[str], None]) -> Resumed | None:
