@@ -136,6 +136,14 @@ class Processes:
             self._await(lambda: name in self._told)
             return self._told.pop(name)
 
+    def heard(self, name: str) -> bool:
+        """Whether numbers that a process tells have come here and nobody has read them; does not wait.
+
+        Args:
+            name: under which they are told; where none are read, several processes may tell them, and more than once.
+        """
+        return name in self._told
+
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
         """Say that this thread now waits, so that a wait without end is noticed. Costs about a microsecond, and no message.

@@ -43,14 +43,25 @@ class Checkpoints:
         self._count, self._process = processes
         self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
+        self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self.written: int | None = None  # the last complete one, as far as process 0 knows
 
     def arm(self, step: int) -> None:
         """Before `step` runs: begin to take the cut behind it, if one is due there."""
         every = self._config.every
-        if every is not None and ((step + 1) % every == 0 or step + 1 == self._steps):
+        if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
             self._cuts.append(self._pipe.cut(step + 1))
+
+    def arm_last(self, step: int) -> None:
+        """Before `step` runs: begin to take the cut behind it, due or not; none is due any more after it, but that at the run's end."""
+        self._is_last = True
+        self._cuts.append(self._pipe.cut(step + 1))
+
+    @property
+    def last_is_over(self) -> bool:
+        """Whether `arm_last` was called and its cut is written, in process 0 by all processes; or could not be."""
+        return self._is_last and not self._cuts and (self._writing is None or self._writing.done())
 
     def observing(self, other: Observer | None = None) -> Observer | None:
         """What `Pipeline.step` is to be observed with: the cuts that are being taken, and `other`."""
@@ -66,7 +77,7 @@ class Checkpoints:
         return observe
 
     def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Have cuts written that are complete and whose rows are logged.
+        """Have cuts written that are complete and whose rows are logged; say what became of the one before.
 
         Args:
             logged: the last step whose row is written.
@@ -76,6 +87,8 @@ class Checkpoints:
             OSError: the disk is full, and the config says to stop then.
             TimeoutError: another process did not write its part.
         """
+        if self._writing is not None and self._writing.done():
+            self.finish()  # so that what went wrong is told now
         while self._cuts and self._cuts[0].complete and self._cuts[0].batch <= logged + 1:
             cut = self._cuts.pop(0)
             self.finish()

@@ -1,4 +1,4 @@
-"""The entry point of `jpipe`: exit codes 0 done, 1 diverged, 2 bad input, 130 interrupted. The commands are in `train.commands`."""
+"""The entry point of `jpipe`: exit codes 0 done or saved, 1 diverged, 2 bad input, 130 interrupted. Commands: `train.commands`."""
 
 import importlib.metadata
 import io

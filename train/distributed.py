@@ -70,7 +70,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit))
         _at_the_end.callback(jax.distributed.shutdown)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # With it JAX would catch SIGTERM, and the process would live on.
+    # With it JAX would catch SIGTERM from here on, also where the process is to end at once; jpipe agrees by itself (train/preemption.py).
     jax.config.update("jax_enable_preemption_service", False)
     # Without it JAX ends all processes when one of them dies, before they can say which. When process 0 does, it ends them anyway.
     jax.config.update("jax_enable_recoverability", True)

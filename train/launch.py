@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from train.process_tree import BAD_INPUT, Tree, say
 
 MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
-GRACE = 6.0  # seconds from the signal that asks the processes to end to the one that ends them
+GRACE = 9.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
 PAUSE = 1.0  # seconds before a failed job is started again
 JOB = "JPIPE_JOB"  # the variable that is the same for all attempts of one job, and different for all jobs
 _LONGEST_PAUSE = 60.0  # a job that fails at once each time then takes no more of the machine than one that works
@@ -56,8 +56,9 @@ def main(
     """Start the processes, pass on what they print, and wait for all; where one fails, start all again, as often as `max_restarts` says.
 
     When one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same with the signal that this process
-    gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. On Linux the processes end, too, when this one
-    is killed; elsewhere they lose it and go on.
+    gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. A run that writes checkpoints saves at SIGTERM, and
+    ends well where `grace` is enough for that (`train.preemption`). On Linux the processes end, too, when this one is killed; elsewhere
+    they lose it and go on.
 
     A job that was ended by such a signal or by bad input is not started again. All attempts have the same command and the same
     `JPIPE_JOB`, by which they find their run folder (`train.run_folder`); each has a port of its own.
@@ -72,7 +73,8 @@ def main(
         pause: seconds before they are started again for the first time; then twice as many each time, a minute at most.
 
     Returns:
-        The exit code: 0, or that of the process that failed first, or 128 and the number of the signal that ended it or this process.
+        The exit code: 0 if all have ended with it, or that of the process that failed first, or 128 and the number of the signal that
+        ended it or this process.
     """
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {JOB: secrets.token_hex(8)} if max_restarts else {}

@@ -18,6 +18,7 @@ from train.config import AUTO, Config
 from train.config_file import to_yaml
 from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
+from train.preemption import Preemption
 from train.progress import Reporter
 from train.resume import Resume, Resumed
 from train.resume import find as find_resumed
@@ -29,11 +30,14 @@ from train.together import Together, facts, joined
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window."""
+    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window.
+
+    Of a run that SIGTERM has ended there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
+    """
 
     steps: int
     val_loss_before: float
-    val_loss_after: float
+    val_loss_after: float | None
     seconds: float
     folder: Path | None
     predicted: jpipe.Window | None
@@ -171,21 +175,23 @@ def run(
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
         log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
-        index = 0 if together.processes is None else together.processes.index
         versions = {"jpipe": jpipe.__version__, "jax": jax.__version__}
         known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": versions}
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, (jax.process_count(), index), known, reporter.say)
+        checkpoints = Checkpoints(
+            config.checkpoint, pipe, path, config.train.steps, (jax.process_count(), together.index), known, reporter.say
+        )
+        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         try:
-            with reporter.training():
-                summary = train(config, pipe, state, batches, log, measure, checkpoints, resumed)
+            with reporter.training(), preemption:
+                summary = train(config, pipe, state, batches, log, measure, checkpoints, preemption, resumed)
         finally:
             with interrupt.held():
                 checkpoints.close()
                 measure.close()
-                if folder is not None:
+                if folder is not None and not preemption.came:  # time is short then
                     write_report(config, pipe, folder, measure, reporter)
-    if folder is not None and measure.measured is not None and plan.predicted is not None:
-        measured = report.as_predicted(plan, measure.measured, sizes)
+    if folder is not None and summary.measured is not None and plan.predicted is not None:
+        measured = report.as_predicted(plan, summary.measured, sizes)
         folder.keep_planned(plan.predicted, measured)
         summary = dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
     tell(summary, data.loss_unit(config), reporter)
@@ -221,6 +227,7 @@ def train(
     log: MetricsLog,
     measure: Measure,
     checkpoints: Checkpoints,
+    preemption: Preemption,
     resumed: Resumed | None = None,
 ) -> Summary:
     """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
@@ -248,9 +255,15 @@ def train(
 
     for step in range(state.batch, steps):
         interrupt.check()
+        order = preemption.order(step, lambda: checkpoints.last_is_over)
+        if order == "leave":
+            return stopped(pipe, state, preemption, checkpoints, mean_loss(before), log)
         if step % every == 0 and log.validation_loss(step) is None:
             log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
-        checkpoints.arm(step)
+        if order == "save":
+            checkpoints.arm_last(step)
+        else:
+            checkpoints.arm(step)
         state, metrics = pipe.step(state, batches.train[step], observe=checkpoints.observing(measure.observer(step)))
         log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
         checkpoints.proceed(log.through, facts_of)
@@ -265,6 +278,22 @@ def train(
     checkpoints.finish()
     interrupt.check()
     return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
+
+
+def stopped(
+    pipe: jpipe.Pipeline, state: jpipe.State, preemption: Preemption, checkpoints: Checkpoints, before: float, log: MetricsLog
+) -> Summary:
+    """The end of a run that SIGTERM ends, and whose checkpoint is written.
+
+    Raises:
+        RunStopped: it could not be written.
+    """
+    checkpoints.finish()
+    jax.block_until_ready(pipe.drain(state))  # only so that processes part with nothing under way between them
+    if log.folder is not None and checkpoints.written != preemption.cut:
+        raise RunStopped(f"stopped by SIGTERM; the checkpoint of step {preemption.cut} could not be written")
+    assert preemption.cut is not None
+    return Summary(preemption.cut, before, None, log.seconds, log.folder, None, None)
 
 
 def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:
@@ -308,6 +337,12 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.folder is None:
+        return
+    if summary.val_loss_after is None:
+        reporter.say(
+            f"stopped by SIGTERM; the checkpoint of step {summary.steps} is written, "
+            f"and the same command with --set run.dir={summary.folder} goes on there"
+        )
         return
     drawn = (summary.folder / "report.html").is_file()
     reporter.say(

@@ -61,7 +61,8 @@ class Tree:
             again: what follows when one fails, as it is told; but after `BAD_INPUT` nothing does.
 
         Returns:
-            The exit code: 0, or that of the process that failed first, or 128 and the number of the signal that ended it or this process.
+            The exit code: 0 if all have ended with it, whatever made them; or that of the process that failed first, or 128 and the number
+            of the signal that ended it or this process.
         """
         code: int | None = None
         living = True
@@ -86,7 +87,7 @@ class Tree:
             pass
         if sys.stdout.isatty():
             _print("\x1b[?25h", sys.stdout)  # a progress bar that was ended in the middle has hidden the cursor
-        return code or 0
+        return code if code and any(process.returncode for process in self._processes) else 0
 
     def close(self) -> None:
         """End all that are left."""

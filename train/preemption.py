@@ -1,0 +1,108 @@
+"""SIGTERM while a run trains: all processes save at one step, and leave at one step when that is written.
+
+JAX has a sync point for it (`jax.experimental.multihost_utils.reached_preemption_sync_point`), which is not used. Asking it waits in C++,
+Python's lock held, until all processes have answered: where one has died in that moment, the others stand still, for longer than any
+limit of jpipe, and cannot even say who is missing. And its handler takes every SIGTERM from the moment when processes connect, in which
+one that compiles should end at once; the second one, too.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Literal, get_args
+
+import jpipe
+
+Order = Literal["go on", "save", "leave"]
+"""What all processes do before a step: take a cut behind it, or end without it; or neither."""
+
+_ORDERS: tuple[Order, ...] = get_args(Order)
+_CAME = "SIGTERM"  # under which the others tell process 0
+
+
+class Preemption:
+    """Notes the first SIGTERM inside, and says before each step what comes of it; the second one ends the process at once.
+
+    Process 0 decides, for all, a step ahead: nobody waits for it unless it is more than a step behind. A process that is lost
+    meanwhile is noticed as ever.
+
+    Args:
+        processes: of the run; None where this one is alone.
+        saves: whether the run writes checkpoints at all; where not, SIGTERM ends the process as it does outside.
+
+    Attributes:
+        cut: the step of the checkpoint that is taken because of it; None before.
+    """
+
+    def __init__(self, processes: jpipe.Processes | None, *, saves: bool) -> None:
+        self._processes, self._saves = processes, saves
+        self._noted = self._passed_on = self._watches = False
+        self._announced = False  # whether process 0 has decided on the step that comes
+        self.cut: int | None = None
+
+    @property
+    def came(self) -> bool:
+        """Whether time is short: SIGTERM came to this process, or, as far as process 0 knows, to another one."""
+        return self._noted or (self._processes is not None and self._processes.heard(_CAME))
+
+    def order(self, step: int, is_saved: Callable[[], bool]) -> Order:
+        """What to do before `step`, the same in all processes; each asks before every step.
+
+        Args:
+            step: that comes next.
+            is_saved: whether the cut is written in all processes, or cannot be; process 0 is asked.
+
+        Raises:
+            PeerLost: the run is lost.
+        """
+        if not self._saves:
+            return "go on"
+        order = self._decide(is_saved) if self._processes is None else self._decided(self._processes, step)
+        if order == "save":
+            self.cut = step + 1
+        if self._processes is not None:
+            self._announce(self._processes, step + 1, is_saved)
+        return order
+
+    def __enter__(self) -> "Preemption":
+        # What somebody else does about it stays: a program around this one, a shell that has it ignored.
+        ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._saves and ours:
+            self._watches = True
+            signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._watches:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _decide(self, is_saved: Callable[[], bool]) -> Order:
+        if not self.came:
+            return "go on"
+        if self.cut is None:
+            return "save"
+        return "leave" if is_saved() else "go on"
+
+    def _decided(self, processes: jpipe.Processes, step: int) -> Order:
+        """What process 0 has announced, a step ago; before the first step it has not."""
+        if not self._announced:
+            return "go on"
+        (number,) = processes.told(_name(step), 0, f"word from process 0 about step {step}")
+        return _ORDERS[int(number)]
+
+    def _announce(self, processes: jpipe.Processes, step: int, is_saved: Callable[[], bool]) -> None:
+        self._announced = True
+        if processes.index == 0:
+            processes.tell(_name(step), [_ORDERS.index(self._decide(is_saved))])
+        elif self._noted and not self._passed_on:
+            self._passed_on = True
+            processes.tell(_CAME, [])
+
+
+def _name(step: int) -> str:
+    return f"order before step {step}"
