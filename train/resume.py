@@ -62,9 +62,12 @@ class Resumed:
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
 
     def changes(self, config: Config) -> list[str]:
-        """The keys whose values are other ones now."""
-        before, now = (_flat(yaml.safe_load(text)) for text in (self.facts.config, config_file.to_yaml(config)))
-        return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key != "run.dir")
+        """The keys whose values are other ones now; the plan as a whole, for a file of it says all its keys."""
+        before, now = (yaml.safe_load(text) for text in (self.facts.config, config_file.to_yaml(config)))
+        plans = before.pop("plan"), now.pop("plan")
+        flat, there = _flat(now), _flat(before)
+        changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
+        return (["plan"] if plans[0] != plans[1] else []) + changed
 
     def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
         """The layers of this process's workers, read and held against their hashes.
