@@ -1,6 +1,5 @@
 """SIGTERM: a run saves at one step in all its processes and ends well; what goes on is the run that was not stopped."""
 
-import json
 import os
 import random
 import re
@@ -19,6 +18,7 @@ import jpipe
 from tests.train.conftest import changed
 from tests.train.test_launch import launched, pids, wait_until_gone
 from tests.train.test_loop import rows_of
+from tests.train.test_together import by_hand
 from train import checkpoint_files, checkpoints, loop
 from train.metrics_log import RunStopped
 from train.preemption import Preemption
@@ -76,8 +76,8 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
     everyone, orders, moment = [], ([], [], []), chance.randrange(30)
     preemptions = [Preemption(Mailbox(index, everyone), saves=True) for index in range(3)]
     for now in range(1000):
-        # One of them gets the signal, all of them later; each may be some steps ahead of the others, but process 0 one behind at most.
-        for preemption in {moment: [chance.choice(preemptions)], moment + 20: preemptions}.get(now, []):
+        # One of them gets the signal, later perhaps another one. Each may be steps ahead of the others, but process 0 one behind at most.
+        for preemption in {moment: [chance.choice(preemptions)], moment + 20: [chance.choice(preemptions)]}.get(now, []):
             with preemption:
                 preempt()
         steps = [len(own) for own in orders]
@@ -174,27 +174,23 @@ def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
 
 
 @pytest.mark.usefixtures("compiled_once")
-def test_two_processes_save_at_one_step(saved, tmp_path):
+def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = changed(saved, train={"steps": 10**6, "eval_every": 10**6})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    command = [sys.executable, "-P", "-m", "train.cli", "launch", "-n", "2", "--", "train", "config.yaml"]
+    Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            deadline = time.monotonic() + LIMIT
-            while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, "")
-    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", out)[1])
+    with by_hand(*[["train", "config.yaml"]] * 2) as processes:
+        deadline = time.monotonic() + LIMIT
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGTERM)
+        told = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", told[0][0])[1])
     assert checkpoint_files.steps(metrics.parent) == [step]
     more = {"steps": step + 3, "eval_every": 10**6}
     parts = loop.main(changed(saved, train=more), resume="must")
     whole = loop.main(changed(saved, train=more, run={"dir": str(tmp_path / "whole")}))
     assert rows_of(parts.folder) == rows_of(whole.folder)
-    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 2
+    assert rows_of(whole.folder)[-1]["step"] == step + 2
