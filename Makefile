@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts bench-planner docs pictures clean
+.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -50,6 +50,9 @@ bench-hosts: .venv/ready ## Two and four hosts (network namespaces, slow links);
 
 bench-planner: .venv/ready ## The planner: its speed, the papers' examples, predicted beside measured on this machine
 	@$(VENV)/python -m benchmarks.planner
+
+bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans and measure what they cost; some hours
+	@$(VENV)/python -m benchmarks.faults
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
 	@$(VENV)/python -m docs.reference build/docs

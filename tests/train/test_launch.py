@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.runs import difference, end_of
 from jpipe import InputError, Plan
 from tests.train.conftest import changed
-from train import launch
+from train import launch, loop
 from train.cli import main
+from train.config import Config
 from train.process_tree import Tree
 from train.run_folder import RunFolder, of_same_job
 
@@ -321,12 +323,12 @@ def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp
 
 
 PARTS = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 import jax, jax.numpy as jnp, numpy as np
 import jpipe
 from flax import nnx
 
-dead = pathlib.Path("dead")
+dead, saved = pathlib.Path("dead"), pathlib.Path("runs/0001/checkpoints/00000002/checkpoint.json")
 
 
 def model():
@@ -335,8 +337,10 @@ def model():
 
 class Batches(list):
     def __getitem__(self, t):
-        if t == 3 and jax.process_index() == 1 and not dead.exists():
+        if t == 5 and jax.process_index() == 1 and not dead.exists():
             dead.touch()
+            while not saved.exists():  # once it is, the run has something to go on from
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(t)
 
@@ -351,11 +355,12 @@ def squares(outputs, labels):
 """
 
 
-def test_a_run_that_loses_a_process_comes_to_its_end_in_one_folder(tmp_path):
+def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     config = {
         **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},
         "train": {"steps": 6, "batch_size": 4, "eval_every": 10, "trace_batches": 0},
+        "checkpoint": {"every": 2},
         "plan": {"num_stages": 2, "microbatches": 2},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
@@ -366,5 +371,12 @@ def test_a_run_that_loses_a_process_comes_to_its_end_in_one_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["0001"]
-    rows = (tmp_path / "runs" / "0001" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert re.search(r"^resumes at step [24]$", done.stdout, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    try:
+        alone = loop.main(Config.model_validate(config | {"run": {"dir": "alone"}})).folder
+    finally:
+        sys.modules.pop("parts", None)
+    found = end_of(tmp_path / "runs" / "0001")
+    assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
+    assert difference(found, end_of(alone)) is None

@@ -1,0 +1,1 @@
+"""What checkpoints survive, and what they cost; `python -m benchmarks.faults`."""

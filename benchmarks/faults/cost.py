@@ -1,0 +1,158 @@
+"""What checkpoints cost on the default config: training that waits, bytes, and the time of a restore."""
+
+import contextlib
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import jpipe
+from benchmarks.faults.runs import ROOT
+from benchmarks.planner.markdown import print_table
+from train import checkpoint_files, config_file, data, loop
+from train.build import prepare_devices
+from train.checkpoints import Checkpoints
+from train.config import Config
+from train.config_file import to_yaml
+from train.progress import Reporter
+from train.resume import find
+from train.together import Together
+
+SCHEDULES = "pipedream_2bw", "pipedream", "gpipe"  # whose bytes are counted; the first is the default
+ALONE = Together(None)
+
+
+def main(folder: Path, rounds: int) -> dict[str, Any]:
+    """Measure, print, and give the figures.
+
+    Args:
+        folder: where the checkpoints are written.
+        rounds: how often steps with and without checkpoints take turns.
+    """
+    found: dict[str, Any] = {"bytes": {}}
+    for schedule in SCHEDULES:
+        training = _Training(_config(folder / schedule, schedule))
+        if schedule == SCHEDULES[0]:
+            found |= training.turns(rounds)
+        else:
+            training.block(saves=True)
+        found["bytes"][schedule] = training.bytes_written()
+        if schedule == SCHEDULES[0]:
+            found |= _restores(training.config)
+    print_table(("figure", "found"), list(_rows(found)))
+    return found
+
+
+class _Training:
+    """The training loop without evaluations and rows, in blocks of as many steps as there are between two checkpoints.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.every = config, config.checkpoint.every or 1
+        prepare_devices(config.plan)
+        self._pipe, self._batches, reporter = _ready(config)
+        self._state = loop.begin(config, self._pipe, self._batches, ALONE, None)
+        self._folder = Path(config.run.dir or "")
+        checkpoint_files.begin(self._folder, None)
+        devices = jax.device_count()
+        facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
+        self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, (1, 0), facts, reporter.say)
+        self._last: jpipe.Metrics | None = None
+        self._through, self._stalled = -1, 0.0
+        for _ in range(self.every - 1):  # the first step of each block is then one that begins a cut
+            self._step(saves=False)
+
+    def block(self, saves: bool) -> tuple[float, float]:
+        """Some steps, one cut among them if it `saves`: seconds that they took, and that this thread spent for checkpoints."""
+        began, self._stalled = time.perf_counter(), 0.0
+        for _ in range(self.every):
+            self._step(saves)
+        with self._counted():
+            self._checkpoints.finish()
+        return time.perf_counter() - began, self._stalled
+
+    def turns(self, rounds: int) -> dict[str, float]:
+        """Blocks with a checkpoint and without by turns, the first two not counted: medians of seconds a step, and of their ratios."""
+        blocks = [(self.block(saves=True), self.block(saves=False)) for _ in range(rounds + 1)][1:]
+        return {
+            "step with": statistics.median(saving[0] for saving, _ in blocks) / self.every,
+            "step without": statistics.median(alone[0] for _, alone in blocks) / self.every,
+            "ratio": statistics.median(saving[0] / alone[0] for saving, alone in blocks),
+            "stall": statistics.median(saving[1] / alone[0] for saving, alone in blocks),
+        }
+
+    def bytes_written(self) -> dict[str, int]:
+        """Of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
+        place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
+        held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
+        return {
+            "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
+            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(held)),
+        }
+
+    def _step(self, saves: bool) -> None:
+        step = self._state.batch
+        with self._counted():
+            if saves:
+                self._checkpoints.arm(step)
+            observer = self._checkpoints.observing()
+        self._state, metrics = self._pipe.step(self._state, self._batches.train[step], observe=observer and self._timed(observer))
+        for t, loss in ({} if self._last is None else self._last.losses).items():
+            float(loss)  # waits for it, as a row does
+            self._through = t
+        self._last = metrics
+        with self._counted():
+            self._checkpoints.proceed(self._through, lambda _: {})
+
+    def _timed(self, observer: Callable[[jpipe.Event], None]) -> Callable[[jpipe.Event], None]:
+        def observe(event: jpipe.Event) -> None:
+            with self._counted():
+                observer(event)
+
+        return observe
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._stalled += time.perf_counter() - began
+
+
+def _config(folder: Path, schedule: str) -> Config:
+    shutil.rmtree(folder, ignore_errors=True)
+    return config_file.load(ROOT / "configs" / "gpt-bytes.yaml", [f"run.dir={folder}", f"plan.schedule={schedule}", "train.steps=1000000"])
+
+
+def _ready(config: Config) -> tuple[jpipe.Pipeline, data.Data, Reporter]:
+    reporter = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
+    return *loop.ready(config, reporter), reporter
+
+
+def _restores(config: Config, times: int = 3) -> dict[str, float]:
+    """Medians of seconds until a run has its first state: fresh, and from its newest checkpoint; both compile."""
+    fresh, restored = [], []
+    for _ in range(times):
+        for taken, resumes in ((fresh, False), (restored, True)):
+            pipe, batches, reporter = _ready(config)
+            began = time.perf_counter()
+            resumed = find(config, "must", ALONE, reporter.say) if resumes else None
+            jax.block_until_ready(loop.begin(config, pipe, batches, ALONE, resumed))
+            taken.append(time.perf_counter() - began)
+    return {"fresh": statistics.median(fresh), "restored": statistics.median(restored)}
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "a step without checkpoints", f"{found['step without'] * 1e3:.0f} ms"
+    yield "a step with a checkpoint every 10", f"{found['step with'] * 1e3:.0f} ms, {found['ratio']:.3f} times as long"
+    yield "the training thread's own time for it", f"{found['stall']:.2%} of the interval"
+    for schedule, of in found["bytes"].items():
+        yield f"bytes written ÷ bytes of state, `{schedule}`", f"{of['files'] / of['state']:.3f} ({of['files'] / 1e6:.1f} MB)"
+    yield "restore ÷ fresh start, both with compiling", f"{found['restored'] / found['fresh']:.2f} ({found['restored']:.1f} s)"

@@ -1,0 +1,112 @@
+"""Files of the newest checkpoint cut off, deleted or changed: the run must say which, and go on from the checkpoint before."""
+
+import contextlib
+import io
+import itertools
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.runs import EVERY, KINDS, End, config_of, difference, end_of
+from benchmarks.planner.markdown import print_table
+from train import loop
+from train.checkpoint_files import steps
+from train.config import Config
+
+HOW = "cut off", "deleted", "changed"
+PLAN = KINDS["2BW"] | {"num_stages": 2}
+STOPPED, END = 3 * EVERY, 4 * EVERY  # steps
+
+
+def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
+    """Damage, print, and give the figures.
+
+    Args:
+        folder: where the runs are written.
+        runs: how many damages.
+        seed: of where they are.
+    """
+    whole = trained(folder / "whole", END)
+    expected = end_of(whole)
+    stopped = trained(folder / "stopped", STOPPED)
+    found = []
+    drawn = damages(newest(stopped), random.Random(seed))  # noqa: S311 - places, not secrets
+    for number, (name, how, at) in enumerate(itertools.islice(drawn, runs)):
+        again = folder / "again"
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(stopped, again / "run")
+        damage(newest(again / "run") / name, how, at)
+        wrong = outcome(again, name, expected)
+        found.append({"file": name, "how": how, "at": at, "wrong": wrong})
+        place = "" if how == "deleted" else f" at byte {at:,}"
+        print(f"{number}: {name} {how}{place}: {wrong or 'told by name, the one before used, identical'}", flush=True)
+    rows = [(how, *_counts([row for row in found if row["how"] == how])) for how in HOW]
+    print_table(("damage", "checkpoints", "files", "told, and the same end"), rows)
+    return found
+
+
+def newest(run: Path) -> Path:
+    """The folder of the newest complete checkpoint of a run."""
+    return run / "checkpoints" / f"{steps(run)[-1]:08d}"
+
+
+def damages(place: Path, chance: random.Random) -> Iterator[tuple[str, str, int]]:
+    """File, kind and place of damages of a checkpoint, without end; every file has each kind before any has one again.
+
+    Args:
+        place: its folder.
+        chance: what decides.
+    """
+    files = sorted(path for path in place.rglob("*") if path.is_file() and path.stat().st_size)
+    while True:
+        for path, how in chance.sample(pairs := list(itertools.product(files, HOW)), len(pairs)):
+            yield path.relative_to(place).as_posix(), how, chance.randrange(path.stat().st_size)
+
+
+def damage(path: Path, how: str, at: int) -> None:
+    """Damage a file.
+
+    Args:
+        path: the file.
+        how: one of `HOW`; changed: one bit is another.
+        at: the byte from which the file is cut off, or which is changed.
+    """
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << at % 8
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(content if how == "changed" else content[:at])
+
+
+def trained(folder: Path, until: int) -> Path:
+    """A run of so many steps in `folder`."""
+    config = Config.model_validate(config_of(folder, PLAN, until))
+    with contextlib.redirect_stdout(io.StringIO()):
+        loop.main(config)
+    return folder / "run"
+
+
+def outcome(folder: Path, name: str, expected: End) -> str | None:
+    """What is wrong with how the damaged run in `folder` goes on, if anything is."""
+    config = Config.model_validate(config_of(folder, PLAN, END))
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told):
+            loop.main(config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    words = told.getvalue()
+    resumed = re.search(r"resumes at step (\d+)", words)
+    if resumed is None or int(resumed[1]) != STOPPED - EVERY:
+        return f"resumed at step {resumed and resumed[1]}"
+    if Path(name).name not in words:
+        return "the file was not named"
+    return difference(end_of(folder / "run"), expected, "end")
+
+
+def _counts(rows: list[dict[str, Any]]) -> tuple[int, int, int]:
+    return len(rows), len({row["file"] for row in rows}), sum(row["wrong"] is None for row in rows)

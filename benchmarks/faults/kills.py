@@ -1,0 +1,180 @@
+"""Runs of four processes, one of which is killed at a random moment: each must end as the run that was left alone."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, NamedTuple
+
+from benchmarks.faults.runs import KINDS, LIMIT, STEPS, End, config_of, difference, end_of, last_words, launched
+from benchmarks.planner.markdown import print_table
+from train.checkpoint_records import MARKER
+
+PROCESSES = 4
+MOMENTS = "before the first", "during a save", "between saves"
+_EARLY = 1 / 8  # of the kills come while the processes start, which is most of the time of such a short run
+_LOOK = 0.002  # seconds between two looks at the folder
+
+
+class Kill(NamedTuple):
+    """What came of one.
+
+    Attributes:
+        process: which one was killed.
+        moment: one of `MOMENTS`.
+        rows: that were logged by then.
+        resumed: the step where the run went on; None: it began anew.
+        wrong: what is not as in the run that was left alone, if anything is.
+    """
+
+    process: int
+    moment: str
+    rows: int
+    resumed: int | None
+    wrong: str | None
+
+
+class _Pace(NamedTuple):
+    """Seconds of the run that was left alone: from the start of its processes to the first row, from there to the last checkpoint."""
+
+    starting: float
+    training: float
+
+
+def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Kill, print, and give the figures.
+
+    Args:
+        folder: where the runs are written.
+        runs: of each kind.
+        seed: of the moments and of who is killed.
+        names: kinds; none: all.
+    """
+    found = []
+    for name in names or KINDS:
+        config = config_of(folder / "alone", KINDS[name])
+        expected, pace = _alone(config, folder / "alone")
+        kills = []
+        for number in range(runs):
+            chance = random.Random(f"{seed} {name} {number}")  # noqa: S311 - moments, not secrets
+            kills.append(_killed(name, folder / "killed", expected, pace, chance))
+            print(f"{name} {number}: {_told(kills[-1])}", flush=True)
+        found.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
+        found[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
+        found[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
+        shutil.rmtree(folder / "alone")
+    head = ("kind", "runs", *MOMENTS, "resumed at", "identical")
+    print_table(head, [[row[column] for column in head] for row in found])
+    return found
+
+
+def moment_of(run: Path) -> str:
+    """What the run in the folder `run` is about, one of `MOMENTS`."""
+    places = list((run / "checkpoints").glob("[0-9]*"))
+    if any(not (place / MARKER).exists() for place in places):
+        return "during a save"
+    return "between saves" if places else "before the first"
+
+
+def _alone(config: dict[str, Any], folder: Path) -> tuple[End, _Pace]:
+    run = Path(config["run"]["dir"])
+    with launched(config, folder, PROCESSES) as process:
+        times = []
+        for happened in (lambda: _started(process.pid), lambda: _rows(run), lambda: _is_done(run)):
+            if not _wait(happened, process):
+                raise _failed(folder)
+            times.append(time.monotonic())
+        if process.wait(LIMIT):
+            raise _failed(folder)
+    return end_of(run), _Pace(times[1] - times[0], times[2] - times[1])
+
+
+def _killed(name: str, folder: Path, expected: End, pace: _Pace, chance: random.Random) -> Kill:
+    """One run, killed; those that are over by the moment of the kill are not counted."""
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        early, share = chance.random() < _EARLY, chance.random()
+        pause = share * (pace.starting if early else pace.training)
+        config = config_of(folder, KINDS[name])
+        if (kill := _kill(config, folder, chance.randrange(PROCESSES), early, pause)) is None:
+            continue
+        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+        if resumed := re.search(r"resumes at step (\d+)", log):
+            kill = kill._replace(resumed=int(resumed[1]))
+        return kill._replace(wrong=kill.wrong or difference(end_of(Path(config["run"]["dir"])), expected, "end"))
+
+
+def _kill(config: Mapping[str, Any], folder: Path, victim: int, early: bool, pause: float) -> Kill | None:
+    """Start a run, kill one process so many seconds after the start (`early`) or the first row, and wait for the end; None: too late."""
+    run = Path(config["run"]["dir"])
+    with launched(config, folder, PROCESSES, restarts=1) as process:
+        begun: Callable[[], object] = (lambda: _started(process.pid)) if early else (lambda: _rows(run))
+        if not _wait(begun, process):
+            raise _failed(folder)
+        time.sleep(pause)
+        moment, rows, numbers = moment_of(run), _rows(run), _started(process.pid)
+        if _is_done(run):
+            return None
+        if numbers is None:
+            raise _failed(folder)
+        os.kill(numbers[victim], signal.SIGKILL)
+        code = process.wait(LIMIT)
+    return Kill(victim, moment, rows, None, f"exit code {code}: {last_words(folder)}" if code else None)
+
+
+def _failed(folder: Path) -> RuntimeError:
+    return RuntimeError(f"bench-faults: a run that nobody had killed failed: {last_words(folder)}")
+
+
+def _wait(happened: Callable[[], object], process: Popen[bytes]) -> bool:
+    """Wait for it; false: the launcher ended before."""
+    end = time.monotonic() + LIMIT
+    while not happened():
+        if process.poll() is not None:
+            return False
+        if time.monotonic() > end:
+            raise TimeoutError(f"bench-faults: waited {LIMIT:g} s")
+        time.sleep(_LOOK)
+    return True
+
+
+def _started(launcher: int) -> list[int] | None:
+    """The process ids by the number of the process; None: not all are there."""
+    found = {}
+    try:
+        for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+            arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if b"--process-id" in arguments:
+                found[int(arguments[arguments.index(b"--process-id") + 1])] = int(child)
+    except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
+        return None
+    return [found[number] for number in range(PROCESSES)] if len(found) == PROCESSES else None
+
+
+def _rows(run: Path) -> int:
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def _is_done(run: Path) -> bool:
+    return (run / "checkpoints" / f"{STEPS:08d}" / MARKER).exists()
+
+
+def _told(kill: Kill) -> str:
+    resumed = "begins anew" if kill.resumed is None else f"resumes at step {kill.resumed}"
+    where = f"process {kill.process} killed {kill.moment}, after {kill.rows} of {STEPS} rows"
+    return f"{where}; {resumed}; {kill.wrong or 'identical'}"
+
+
+def _steps(kills: Sequence[Kill]) -> str:
+    """`0 (2), 6 (5), 9`: the steps, and how often each."""
+    counted = sorted(Counter(kill.resumed or 0 for kill in kills).items())
+    return ", ".join(str(step) if often == 1 else f"{step} ({often})" for step, often in counted)

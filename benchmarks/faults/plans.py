@@ -1,0 +1,111 @@
+"""Checkpoints of one plan restored under every other, and checkpoints of one run by other numbers of processes."""
+
+import contextlib
+import io
+import itertools
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jpipe
+from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
+from benchmarks.planner.markdown import print_table
+from train import checkpoint_files, data, loop
+from train.config import Config
+from train.progress import Reporter
+from train.resume import find
+from train.together import Together
+
+PLANS: dict[str, dict[str, Any]] = {
+    "data parallel, 4": {"schedule": "pipedream_flush", "num_stages": 1, "replicas": 4, "microbatches": 4},
+    "GPipe, 2": {"schedule": "gpipe", "num_stages": 2, "microbatches": 4, "recompute": "full"},
+    "PipeDream, 3": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1},
+    "vertical sync, 4": {"schedule": "pipedream", "num_stages": 4, "microbatches": 1, "vertical_sync": True},
+    "2BW, 2 × 2": {"schedule": "pipedream_2bw", "num_stages": 2, "replicas": 2, "microbatches": 4},
+    "PipeDream, 2-1-1": {"schedule": "pipedream", "num_stages": 3, "replicas": [2, 1, 1], "microbatches": 2},
+}
+"""Of other depths, cuts, replicas, schedules and recomputation."""
+STEPS = 6
+COUNTS = 1, 2, 4
+
+
+def pairs(folder: Path) -> list[dict[str, Any]]:
+    """Restore, go on, print, and give the figures.
+
+    Args:
+        folder: where the runs are written.
+    """
+    for number, plan in enumerate(PLANS.values()):
+        with contextlib.redirect_stdout(io.StringIO()):
+            loop.main(Config.model_validate(config_of(folder / str(number), plan, STEPS)))
+    found: dict[tuple[str, str], str | None] = {}
+    for (number, one), other in itertools.product(enumerate(PLANS), PLANS):
+        found[one, other] = outcome(folder / str(number), PLANS[other])
+        print(f"{one} → {other}: {found[one, other] or 'the same weights and optimizer state; trains on'}", flush=True)
+    print_table(("from, to", *PLANS), [(one, *("wrong" if found[one, other] else "same" for other in PLANS)) for one in PLANS])
+    return [{"from": one, "to": other, "wrong": wrong} for (one, other), wrong in found.items()]
+
+
+def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
+    """What is wrong with how the run in `folder` goes on under another plan, if anything is."""
+    config = Config.model_validate(config_of(folder, plan, STEPS + 2))
+    together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
+    try:
+        resumed = find(config, "must", together, reporter.say)
+        assert resumed is not None
+        pipe, batches = loop.ready(config, reporter)
+        state = loop.begin(config, pipe, batches, together, resumed)
+        saved = checkpoint_files.read_layers(folder / "run", STEPS)
+        if wrong := difference(_newest(state), {layer_id: _leaves(saved[layer_id]) for layer_id in pipe.stack.ids}, "restored"):
+            return wrong
+        losses: dict[int, Any] = {}
+        for step in (STEPS, STEPS + 1):
+            state, metrics = pipe.step(state, batches.train[step])
+            losses |= metrics.losses
+        pipe.drain(state)
+        return None if len(losses) == 2 and all(math.isfinite(float(loss)) for loss in losses.values()) else f"losses {losses}"
+    except jpipe.InputError as error:
+        return str(error)
+
+
+def by_processes(folder: Path) -> list[dict[str, Any]]:
+    """The same run by some numbers of processes, compared with the first; print, and give the figures.
+
+    Args:
+        folder: where the runs are written.
+    """
+    found = []
+    for kind in KINDS:
+        ends = []
+        for count in COUNTS:
+            place = folder / str(count)
+            shutil.rmtree(place, ignore_errors=True)
+            with launched(config_of(place, KINDS[kind], STEPS), place, count) as process:
+                if process.wait(LIMIT):
+                    raise RuntimeError(f"bench-faults: {kind} in {count} processes failed: {last_words(place)}")
+            ends.append(end_of(place / "run"))
+        wrong = next((told for end in ends[1:] if (told := difference(end, ends[0], "end"))), None)
+        found.append({"kind": kind, "processes": COUNTS, "wrong": wrong})
+        print(f"{kind}: by {', '.join(map(str, COUNTS))} processes {wrong or 'identical'}", flush=True)
+    return found
+
+
+def _newest(state: jpipe.State) -> dict[str, Any]:
+    """By layer id the leaves of the newest weights and of the optimizer state, of each replica the same."""
+    found: dict[str, Any] = {}
+    for worker in state.workers:
+        for layer_id, params in worker.versions[worker.latest].items():
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((params, worker.optimizer[layer_id]))]
+            assert difference(found.setdefault(layer_id, leaves), leaves) is None, "replicas that differ"
+    return found
+
+
+def _leaves(layer: Mapping[str, Any]) -> list[np.ndarray]:
+    """In the same order: the names of the parameters and of the momentum stand in alphabetical order."""
+    return jax.tree.leaves((layer["params"]["0"], layer["optimizer"]))

@@ -1,0 +1,131 @@
+"""Tiny runs that write checkpoints, and what two of them must have in common in the end."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train import checkpoint_files
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240.0  # seconds, for a run of some
+STEPS, EVERY = 24, 3
+_PARTS = {"model": "layers", "data": "data", "loss": "loss"}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "GPipe": {"schedule": "gpipe", "num_stages": 4, "microbatches": 2},
+    "Flush": {"schedule": "pipedream_flush", "num_stages": 4, "microbatches": 4},
+    "PipeDream": {"schedule": "pipedream", "num_stages": 4, "microbatches": 1},
+    "vertical sync": {"schedule": "pipedream", "num_stages": 4, "microbatches": 1, "vertical_sync": True},
+    "2BW": {"schedule": "pipedream_2bw", "num_stages": 4, "microbatches": 4},
+    "2-1-1": {"schedule": "pipedream", "num_stages": 3, "replicas": [2, 1, 1], "microbatches": 2},
+}
+"""Plans of four workers over the four layers of `benchmarks.faults.model`."""
+
+
+class End(NamedTuple):
+    """What a run leaves behind.
+
+    Attributes:
+        rows: of `metrics.jsonl`.
+        layers: of its last checkpoint: weights, optimizer state and layer state by layer id.
+    """
+
+    rows: list[dict[str, Any]]
+    layers: dict[str, Any]
+
+
+def config_of(folder: Path, plan: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """The config of a run of `benchmarks.faults.model` as plain data.
+
+    Args:
+        folder: the run is written in its folder `run`.
+        plan: the section `plan`.
+        steps: of the run.
+    """
+    return {
+        **{name: {"target": f"benchmarks.faults.model:{function}"} for name, function in _PARTS.items()},
+        "run": {"dir": str(folder / "run")},
+        "train": {"steps": steps, "batch_size": 8, "eval_every": 6, "eval_batches": 1, "trace_batches": 0},
+        "plan": dict(plan),
+        "optimizer": {"name": "sgd", "learning_rate": 0.01, "arguments": {"momentum": 0.9}},
+        "checkpoint": {"every": EVERY},
+    }
+
+
+@contextlib.contextmanager
+def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """`jpipe launch` of a run; it and its processes are gone afterwards.
+
+    Args:
+        config: the run's, as plain data.
+        folder: gets `config.yaml`, and what all processes print as `log`.
+        processes: how many.
+        restarts: how often all are started again when one fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    arguments = [
+        "launch",
+        "-n",
+        str(processes),
+        "--max-restarts",
+        str(restarts),
+        "--",
+        "train",
+        str(folder / "config.yaml"),
+        "--allow-code",
+    ]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        # Most of a tiny run is compiling, and all runs of a kind compile the same.
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            [sys.executable, "-P", "-m", "train.cli", *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        process.kill()  # on Linux its processes end with it
+        process.wait()
+
+
+def last_words(folder: Path) -> str:
+    """The last line that a run in this folder printed."""
+    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+
+
+def end_of(run: Path) -> End:
+    """What the run in the folder `run` left behind; its checkpoint is held against the hashes."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return End(rows, checkpoint_files.read_layers(run, checkpoint_files.steps(run)[-1]))
+
+
+def difference(found: Any, expected: Any, where: str = "") -> str | None:
+    """Where two trees of dicts, sequences, arrays and plain values differ first, in dtypes, shapes and bits; None: nowhere."""
+    if isinstance(expected, np.ndarray):
+        same = isinstance(found, np.ndarray) and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        return None if same and found.tobytes() == expected.tobytes() else f"{where}: other numbers"
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or found.keys() != expected.keys():
+            return f"{where}: other keys"
+        pairs = [(f"{where}/{key}", found[key], value) for key, value in expected.items()]
+    elif isinstance(expected, (list, tuple)):
+        if not isinstance(found, type(expected)) or len(found) != len(expected):
+            return f"{where}: another length"
+        pairs = [(f"{where}/{index}", one, other) for index, (one, other) in enumerate(zip(found, expected, strict=True))]
+    else:
+        return None if found == expected else f"{where}: {found!r} in place of {expected!r}"
+    return next((told for place, one, other in pairs if (told := difference(one, other, place))), None)

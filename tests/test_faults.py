@@ -1,0 +1,85 @@
+"""Checkpoints that are damaged in any file, and what `make bench-faults` takes for the same."""
+
+import itertools
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from benchmarks.faults import damage, kills
+from benchmarks.faults.runs import EVERY, config_of, difference, end_of
+from train import checkpoint_files
+from train.config import Config
+from train.resume import find
+from train.together import Together
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that has three checkpoints, to be copied."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("train.loop.write_report", lambda *_: None)  # which takes longer than the run
+        return damage.trained(tmp_path_factory.mktemp("stopped"), damage.STOPPED)
+
+
+@pytest.fixture
+def again(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path
+
+
+def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(again, stopped):
+    place, before = damage.newest(stopped), damage.STOPPED - EVERY
+    expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(again, damage.PLAN, damage.END))
+    names = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
+    assert {"checkpoint.json", "process-0.json"} < names
+    tried = set()
+    for name, how, at in itertools.islice(damage.damages(place, random.Random(0)), len(names) * len(damage.HOW)):
+        file = again / "run" / place.relative_to(stopped) / name
+        damage.damage(file, how, at)
+        told = []
+        resumed = find(config, "auto", Together(None), told.append)
+        assert resumed.step == before
+        assert file.name in told[0]
+        assert difference(checkpoint_files.read_layers(resumed.folder, before), expected) is None
+        shutil.copy(place / name, file)
+        tried.add((name, how))
+    assert tried == set(itertools.product(names, damage.HOW))
+    assert find(config, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
+
+
+def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(again, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("train.loop.write_report", lambda *_: None)
+    expected = end_of(damage.trained(tmp_path_factory.mktemp("whole"), damage.END))
+    name, how, at = next(one for one in damage.damages(damage.newest(again / "run"), random.Random(1)) if one[1] == "changed")
+    damage.damage(damage.newest(again / "run") / name, how, at)
+    assert damage.outcome(again, name, expected) is None
+
+
+def test_what_differs_is_found():
+    end = {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}
+    assert difference(end, {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}) is None
+    others = {
+        "/a/0: other numbers": {"a": [np.float32([-1, np.nan]), {"b": 1.5}], "c": 3},
+        "/a/1/b: 1.5 in place of 2.5": {"a": [np.float32([1, np.nan]), {"b": 2.5}], "c": 3},
+        "/a: another length": {"a": [np.float32([1, np.nan])], "c": 3},
+        ": other keys": {"a": [np.float32([1, np.nan]), {"b": 1.5}]},
+        "/c: 3 in place of 4": {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 4},
+    }
+    for words, other in others.items():
+        assert difference(end, other) == words
+    assert difference(np.float32([0.0]), np.float32([-0.0])) is not None
+    assert difference(np.zeros(2, np.float32), np.zeros(2)) is not None
+    assert difference(np.zeros(2), np.zeros((2, 1))) is not None
+
+
+def test_when_a_run_is_killed_is_told_by_its_folder(tmp_path):
+    assert kills.moment_of(tmp_path) == "before the first"
+    place = tmp_path / "checkpoints" / "00000003"
+    place.mkdir(parents=True)
+    assert kills.moment_of(tmp_path) == "during a save"
+    (place / "checkpoint.json").touch()
+    assert kills.moment_of(tmp_path) == "between saves"
