@@ -66,6 +66,10 @@ class Cut:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
 
+# One call for a whole tree: leaf by leaf it would hold up the thread that dispatches the steps.
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
 def own_name(layer_id: str, replica: int) -> str:
     """By which a replica's own layer state goes in a checkpoint."""
     return f"{layer_id} replica {replica}" if replica else layer_id
@@ -104,13 +108,13 @@ class _Part:
                 if self._averages and self._state is not None:
                     self._late.append((self._sums[update], None))
                 if update + 1 == self._newest:
-                    self._optimizer = jax.tree.map(jnp.copy, event.state.optimizer)
+                    self._optimizer = _copied(event.state.optimizer)
                     if self._state is None:
                         self._state = dict(event.state.layer_state)
         if self._state is not None:  # a version that the batch reads first may be gone before its last update is there
             for version in event.state.versions.keys() - self._versions.keys():
                 if self._oldest <= version <= self._newest:
-                    self._versions[version] = jax.tree.map(jnp.copy, event.state.versions[version])
+                    self._versions[version] = _copied(event.state.versions[version])
         self._before = dict(event.state.layer_state)
         if self._averages:
             held = event.state.buffers

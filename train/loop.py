@@ -69,6 +69,8 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
         resumed = find_resumed(config, resume, together, reporter.say)
+        if resumed is not None and resumed.step >= config.train.steps:
+            return nothing_left(resumed, config, reporter)
         plan = None
         if config.plan.file == AUTO:
             same = resumed is not None and resumed.facts.devices == jax.device_count()
@@ -102,18 +104,18 @@ def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
 
 
 def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
-    """Where the run goes on, and what is not as it was.
-
-    Raises:
-        jpipe.InputError: there is nothing left to train.
-    """
-    if resumed.step >= config.train.steps:
-        raise jpipe.InputError(
-            f"train.steps: the run in '{resumed.folder}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
-            "raise train.steps to go on, or choose another run.dir"
-        )
+    """Where the run goes on, and what is not as it was."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+
+
+def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
+    """The end of a run that was done before; a job that died over its report, and is started again, ends well by that."""
+    reporter.say(
+        f"nothing is left to train: the run in '{resumed.folder}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
+        "raise train.steps to go on, or choose another run.dir"
+    )
+    return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
 
 def starting_params(

@@ -1,6 +1,7 @@
 """Where a run takes up again: the checkpoint, what it says, and the layers that this process needs of it."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
             raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
     folder = Path(config.run.dir).expanduser()
-    if not (folder / "checkpoints").is_dir() or not any((folder / "checkpoints").iterdir()):
+    if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
         if resume == "must":
             raise InputError(f"--resume must: expected checkpoints in '{folder / 'checkpoints'}', found none; check run.dir")
         return None

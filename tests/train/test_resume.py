@@ -103,7 +103,7 @@ def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, 
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
 
 
-def test_whether_to_resume_is_for_the_user_to_say(saved, tmp_path):
+def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
     with pytest.raises(InputError, match="--resume must: expected checkpoints in"):
         loop.main(changed(saved), resume="must")
     with pytest.raises(InputError, match=r"--resume must: expected a run\.dir"):
@@ -111,8 +111,10 @@ def test_whether_to_resume_is_for_the_user_to_say(saved, tmp_path):
     folder = loop.main(changed(saved, train={"steps": 2})).folder
     with pytest.raises(InputError, match="found another run in"):
         loop.main(changed(saved), resume="never")
-    with pytest.raises(InputError, match=r"has done 2 steps of 2; raise train\.steps"):
-        loop.main(changed(saved, train={"steps": 2}))
+    before = rows_of(folder)
+    assert loop.main(changed(saved, train={"steps": 2})).val_loss_after is None
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert rows_of(folder) == before
     assert loop.main(changed(saved, train={"steps": 3}), resume="must").steps == 3
     (folder / "checkpoints" / "00000003" / "checkpoint.json").write_text("{}")
     (folder / "checkpoints" / "00000002" / "checkpoint.json").write_text("{}")

@@ -354,6 +354,7 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
         return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
 
     monkeypatch.setattr(loop, "ready", ready)
+    monkeypatch.setattr(loop, "find_resumed", lambda *_: None)
     monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
     found = []
     for microbatches in 2, 4:
