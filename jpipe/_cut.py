@@ -43,7 +43,6 @@ class Cut:
 
     def __init__(self, plan: Plan, batch: int, workers: Iterable[int], averaging: Iterable[int]) -> None:
         self.batch = batch
-        self._plan = plan
         self._parts = {w: _Part(plan, w, batch, w in averaging) for w in workers}
 
     def __call__(self, event: Event) -> None:

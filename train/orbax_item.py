@@ -64,7 +64,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     return {layer: tree for layer, tree in _renamed(specs, unquote).items() if layer != _NO_LAYER}
 
 
-class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
+class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
     """Writes the arrays of this very process; Orbax's own handler leaves out, silently, those of any process but 0.
 
     What is written is what Orbax reads: a Zarr array (version 2, in one piece, uncompressed) for each leaf, all in one OCDBT store, in

@@ -76,6 +76,21 @@ def test_a_run_from_a_cut_is_the_run_that_went_on(name, compiled_once):
         running.check_equal((params, state), rest[1:3])
 
 
+@pytest.mark.parametrize("name", ["vertical sync", "2BW", "pipedream, one microbatch"])
+def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(name, compiled_once):
+    plan = plan_of(PLANS[name])
+    pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
+    *_, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
+    states = running.fresh(pipe, batches), pipe.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
+    versions = []
+    for state in states:
+        for batch in batches[state.batch : 4]:
+            state, _ = pipe.step(state, batch)
+        evaluation = pipe.evaluate(state, batches[0])
+        versions.append(evaluation.version)
+    assert versions[0] == versions[1]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "2BW", "3-1-2, own updates"])
 def test_a_cut_changes_nothing(name, compiled_once):
     plan = plan_of(PLANS[name])

@@ -340,7 +340,7 @@ def accepted(monkeypatch) -> list[Config]:
     return configs
 
 
-@some(450)
+@some(700)
 @examples(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
     overrides=command_lines(),
@@ -359,7 +359,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
         assert same(config_file.load(file, allow_code=True).model_dump(), config.model_dump())
 
 
-@some(450)
+@some(700)
 @examples(content=plan_files())
 def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
