@@ -75,7 +75,7 @@ def _at_once(devices: Sequence[jax.Device]) -> float:
         return time.perf_counter() - begin
 
     alone, together = (statistics.median(seconds(count) for _ in range(STEPS)) for count in (1, len(devices)))
-    return max(len(devices) * alone / together, 1.0)
+    return min(max(len(devices) * alone / together, 1.0), float(len(devices)))
 
 
 def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

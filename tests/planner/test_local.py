@@ -17,7 +17,7 @@ def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
     assert found.num_workers == len(jax.devices())
     assert found.levels[0].bandwidth > 0
     assert found.levels[0].latency >= 0
-    assert 1 <= found.cores <= 10 * len(jax.devices())
+    assert 1 <= found.cores <= len(jax.devices())
     assert found.device.memory == local.host_memory() / len(jax.devices())
     assert local.local_topology(3).num_workers == 3
 
@@ -57,6 +57,20 @@ def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
     assert found.levels[0].bandwidth == pytest.approx(2e9, rel=1e-6)
     assert found.levels[0].latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
     assert found.cores == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("alone", "together", "cores"), [(5.0, 0.1, 8), (0.1, 5.0, 1), (1.0, 2.0, 4)])
+def test_cores_are_between_one_and_the_number_of_devices_whatever_the_clock_says(monkeypatch, alone, together, cores):
+    clock = SimpleNamespace(now=0.0)
+
+    def finish(products):
+        clock.now += alone if len(products) == 1 else together
+
+    monkeypatch.setattr(local, "_WIDE", 4)
+    monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: x)
+    monkeypatch.setattr(local.jax, "block_until_ready", finish)
+    assert local._at_once(jax.devices()) == cores
 
 
 def test_a_process_uses_the_cores_it_is_pinned_to_and_several_share_all(monkeypatch):
