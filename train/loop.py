@@ -1,8 +1,7 @@
-"""A whole run, top to bottom: what is built, the run folder, the training loop, the report."""
+"""A whole run, top to bottom: what is built, the run folder, the training loop, its end."""
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,11 @@ from train.progress import Reporter
 from train.resume import Resume, Resumed
 from train.resume import find as find_resumed
 from train.run_folder import RunFolder
+from train.starting import begin, make_folder, starting_params, tell_resumed
+from train.summary import Summary, tell, write_report
 from train.tensorboard import TensorBoard
-from train.terminal import count
+from train.terminal import count, first_line
 from train.together import Together, facts, joined
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window.
-
-    Of a run that SIGTERM has ended there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
-    """
-
-    steps: int
-    val_loss_before: float
-    val_loss_after: float | None
-    seconds: float
-    folder: Path | None
-    predicted: jpipe.Window | None
-    measured: jpipe.Window | None
-    planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
 
 
 def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0, resume: Resume = "auto") -> Summary:
@@ -103,12 +87,6 @@ def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
     return pipe, batches
 
 
-def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
-    """Where the run goes on, and what is not as it was."""
-    changes = resumed.changes(config)
-    reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
-
-
 def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
     """The end of a run that was done before; a job that died over its report, and is started again, ends well by that."""
     reporter.say(
@@ -116,35 +94,6 @@ def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summar
         "raise train.steps to go on, or choose another run.dir"
     )
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
-
-
-def starting_params(
-    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None, reporter: Reporter
-) -> dict[str, Any] | None:
-    """Those that the run begins with, if it is to begin with others than fresh ones.
-
-    Raises:
-        jpipe.InputError: they cannot be read, or do not fit.
-    """
-    if config.warm_start.file is None:
-        return None
-    if resumed is not None:
-        reporter.say("warm_start is left aside: it is for a run that begins, and this one goes on")
-        return None
-    from train import warm_start
-
-    return warm_start.load(config.warm_start, pipe, batches.train[0], together, reporter.say)
-
-
-def make_folder(config: Config, plan: jpipe.Plan, resumed: Resumed | None = None) -> RunFolder:
-    """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
-    with interrupt.held():
-        folder = RunFolder(config, plan, None if resumed is None else resumed.step)
-        if config.checkpoint.every is not None:
-            from train import checkpoint_files
-
-            checkpoint_files.begin(folder.path, None if resumed is None else resumed.step)
-        return folder
 
 
 def run(
@@ -198,27 +147,6 @@ def run(
         summary = dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
     tell(summary, data.loss_unit(config), reporter)
     return summary
-
-
-def begin(
-    config: Config,
-    pipe: jpipe.Pipeline,
-    batches: data.Data,
-    together: Together,
-    resumed: Resumed | None,
-    given: dict[str, Any] | None = None,
-) -> jpipe.State:
-    """Weights that are fresh, or given, or those of the checkpoint; everything compiled.
-
-    Raises:
-        jpipe.InputError: the checkpoint is of another model or optimizer, or damaged.
-    """
-    key = jax.random.key(config.seed)
-    if resumed is None:
-        return pipe.init(key, batches.train[0], given)
-    layers = together.alike(lambda: resumed.layers(pipe))
-    fresh = config.resume.optimizer == "reset"
-    return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)
 
 
 def train(
@@ -298,69 +226,10 @@ def stopped(
     return Summary(preemption.cut, before, None, log.seconds, log.folder, None, None)
 
 
-def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:
-    """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
-    plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
-    known = {
-        "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
-        "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
-        **({"workers": _workers(plan)} if len(plan.workers) > plan.depth else {}),
-        "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
-        "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
-        "optimizer": config.optimizer.name,
-        "steps": str(config.train.steps),
-        "devices": f"{len(set(devices))} × {devices[0].device_kind}" + (f" in {processes} processes" if processes > 1 else ""),
-        "seed": str(config.seed),
-        "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
-    }
-    unit = data.loss_unit(config).strip()
-    try:
-        with reporter.phase("drawing the report"):
-            title = f"jpipe run {folder.path.name}"
-            of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes, plan.workers)
-            report.write_report(folder.path, of_run)
-    except OSError as error:
-        reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
-    except Exception as error:
-        reporter.say(f"report: could not be drawn: {type(error).__name__}: {_first_line(error)}")
-
-
-def _workers(plan: jpipe.Plan) -> str:
-    """`0: stage 0, replica 0; …`."""
-    return "; ".join(f"{w}: stage {s}, replica {replica}" for w, (s, replica) in enumerate(plan.workers))
-
-
-def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
-    """The last words of a run."""
-    if summary.measured is not None:
-        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
-        if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
-            reporter.say(why)
-    if summary.planned:
-        reporter.table(("", "planned", "measured", "ratio"), summary.planned)
-    if summary.folder is None:
-        return
-    if summary.val_loss_after is None:
-        reporter.say(
-            f"stopped by SIGTERM; the checkpoint of step {summary.steps} is written, "
-            f"and the same command with --set run.dir={summary.folder} goes on there"
-        )
-        return
-    drawn = (summary.folder / "report.html").is_file()
-    reporter.say(
-        f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}" + ("; open its report.html" if drawn else "")
-    )
-
-
 def _reason(error: Exception) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         return f"the run folder cannot be written: {error.strerror or error}"
-    first_line = _first_line(error)
-    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in first_line else ""
-    return f"a device failed: {first_line}{hint}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = first_line(error)
+    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in said else ""
+    return f"a device failed: {said}{hint}"

@@ -9,3 +9,8 @@ def printable(line: str) -> str:
 def count(number: int, one: str, plural: str = "s") -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {one}{'' if number == 1 else plural}"
+
+
+def first_line(error: Exception) -> str:
+    """Of what the error says; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

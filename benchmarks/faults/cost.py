@@ -14,7 +14,7 @@ from rich.console import Console
 import jpipe
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
-from train import checkpoint_files, config_file, data, loop
+from train import checkpoint_files, config_file, data, loop, starting
 from train.build import prepare_devices
 from train.checkpoints import Checkpoints
 from train.config import Config
@@ -59,7 +59,7 @@ class _Training:
         self.config, self.every = config, config.checkpoint.every or 1
         prepare_devices(config.plan)
         self._pipe, self._batches, reporter = _ready(config)
-        self._state = loop.begin(config, self._pipe, self._batches, ALONE, None)
+        self._state = starting.begin(config, self._pipe, self._batches, ALONE, None)
         self._folder = Path(config.run.dir or "")
         checkpoint_files.begin(self._folder, None)
         devices = jax.device_count()
@@ -144,7 +144,7 @@ def _restores(config: Config, times: int = 3) -> dict[str, float]:
             pipe, batches, reporter = _ready(config)
             began = time.perf_counter()
             resumed = find(config, "must", ALONE, reporter.say) if resumes else None
-            jax.block_until_ready(loop.begin(config, pipe, batches, ALONE, resumed))
+            jax.block_until_ready(starting.begin(config, pipe, batches, ALONE, resumed))
             taken.append(time.perf_counter() - began)
     return {"fresh": statistics.median(fresh), "restored": statistics.median(restored)}
 

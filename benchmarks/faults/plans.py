@@ -16,7 +16,7 @@ from rich.console import Console
 import jpipe
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
-from train import checkpoint_files, data, loop
+from train import checkpoint_files, data, loop, starting
 from train.config import Config
 from train.progress import Reporter
 from train.resume import find
@@ -60,7 +60,7 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
         resumed = find(config, "must", together, reporter.say)
         assert resumed is not None
         pipe, batches = loop.ready(config, reporter)
-        state = loop.begin(config, pipe, batches, together, resumed)
+        state = starting.begin(config, pipe, batches, together, resumed)
         saved = checkpoint_files.read_layers(folder / "run", STEPS)
         if wrong := difference(_newest(state), {layer_id: _leaves(saved[layer_id]) for layer_id in pipe.stack.ids}, "restored"):
             return wrong

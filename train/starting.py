@@ -1,0 +1,69 @@
+"""Where a run begins: at fresh weights, at given ones, or where a checkpoint left it."""
+
+from typing import Any
+
+import jax
+
+import jpipe
+from train import data, interrupt
+from train.config import Config
+from train.progress import Reporter
+from train.resume import Resumed
+from train.run_folder import RunFolder
+from train.together import Together
+
+
+def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
+    """Where the run goes on, and what is not as it was."""
+    changes = resumed.changes(config)
+    reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+
+
+def starting_params(
+    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None, reporter: Reporter
+) -> dict[str, Any] | None:
+    """Those that the run begins with, if it is to begin with others than fresh ones.
+
+    Raises:
+        jpipe.InputError: they cannot be read, or do not fit.
+    """
+    if config.warm_start.file is None:
+        return None
+    if resumed is not None:
+        reporter.say("warm_start is left aside: it is for a run that begins, and this one goes on")
+        return None
+    from train import warm_start
+
+    return warm_start.load(config.warm_start, pipe, batches.train[0], together, reporter.say)
+
+
+def make_folder(config: Config, plan: jpipe.Plan, resumed: Resumed | None = None) -> RunFolder:
+    """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
+    with interrupt.held():
+        folder = RunFolder(config, plan, None if resumed is None else resumed.step)
+        if config.checkpoint.every is not None:
+            from train import checkpoint_files
+
+            checkpoint_files.begin(folder.path, None if resumed is None else resumed.step)
+        return folder
+
+
+def begin(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    batches: data.Data,
+    together: Together,
+    resumed: Resumed | None,
+    given: dict[str, Any] | None = None,
+) -> jpipe.State:
+    """Weights that are fresh, or given, or those of the checkpoint; everything compiled.
+
+    Raises:
+        jpipe.InputError: the checkpoint is of another model or optimizer, or damaged.
+    """
+    key = jax.random.key(config.seed)
+    if resumed is None:
+        return pipe.init(key, batches.train[0], given)
+    layers = together.alike(lambda: resumed.layers(pipe))
+    fresh = config.resume.optimizer == "reset"
+    return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)
