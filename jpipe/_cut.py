@@ -65,6 +65,8 @@ class Cut:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
 
+_OTHER_OPTIMIZER = "is it of another optimizer? fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+
 # One call for a whole tree: leaf by leaf it would hold up the thread that dispatches the steps.
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
@@ -187,7 +189,9 @@ def restored_worker(
     else:
         specs = jax.eval_shape(f.init_optimizer, f.specs.params)
         optimizer = {
-            layer_id: from_plain(specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state")
+            layer_id: from_plain(
+                specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state", _OTHER_OPTIMIZER
+            )
             for layer_id in ids
         }
     state = {layer_id: state_of(layer_id) for layer_id in ids}

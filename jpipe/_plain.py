@@ -27,13 +27,14 @@ def to_plain(tree: Tree) -> Plain:
     return found
 
 
-def from_plain(specs: Tree, plain: Mapping[str, Any], where: str) -> Tree:
+def from_plain(specs: Tree, plain: Mapping[str, Any], where: str, hint: str = "is it of another model?") -> Tree:
     """The pytree that `to_plain` made `plain` of.
 
     Args:
         specs: shapes and dtypes of its leaves.
         plain: what `to_plain` gave, with any arrays.
         where: what this is, for error messages.
+        hint: what the reason may be where leaves are on one side only.
 
     Raises:
         InputError: a leaf is not there, there is one too many, or one is of another shape or dtype.
@@ -45,14 +46,14 @@ def from_plain(specs: Tree, plain: Mapping[str, Any], where: str) -> Tree:
         name = "/".join(_names(path))
         leaf = left.pop(name, None)
         if leaf is None:
-            raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; is it of another model?")
+            raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; {hint}")
         is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
         wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
         if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
             raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}")
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
     if left:
-        raise InputError(f"{where}: '{next(iter(left))}' is not in the model; is it of another model?")
+        raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
     return jax.tree.unflatten(form, leaves)
 
 

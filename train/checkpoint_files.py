@@ -4,6 +4,7 @@ A checkpoint of the run in folder RUN, after 40 batches and by two processes, is
 
     process-0/  process-1/            one Orbax item for each process: the layers it owns (train/orbax_item.py)
     process-0.json  process-1.json    written when that item is whole: its layers, and the size and SHA-256 of each of its files
+    metrics.jsonl                     the run's rows up to then
     checkpoint.json                   the marker, written last: SHA-256 of the files above and of itself, and the run's facts
 
 Everything below a marker is what was written then, or is told as damaged. A folder without a marker is unfinished.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
-from train.checkpoint_records import MARKER, Damaged, Item, describe, marker_text, read_items, read_marker, verify_item
+from train.checkpoint_records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
 from train.orbax_item import Tree, item_specs, read_item, write_item
 from train.run_folder import write_atomically
 
@@ -44,7 +45,12 @@ def begin(folder: Path, step: int | None) -> None:
         )
     for later in _numbers(folder):
         if step is None or later > step:
-            _remove(_place(folder, later))
+            try:
+                _remove(_place(folder, later))
+            except OSError as error:
+                raise InputError(
+                    f"{_place(folder, later)}: in the way of checkpoints to come, and cannot be removed: {error.strerror}; move it away"
+                ) from None
 
 
 def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> int:
@@ -79,7 +85,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     return sum(file.size for file in files.values())
 
 
-def complete(folder: Path, step: int, processes: int, facts: Any, limit: float) -> None:
+def complete(folder: Path, step: int, processes: int, facts: Any, limit: float, rows: bytes = b"") -> None:
     """Wait until the parts of all processes are whole, then write the marker; process 0 calls this.
 
     Args:
@@ -88,6 +94,7 @@ def complete(folder: Path, step: int, processes: int, facts: Any, limit: float) 
         processes: how many write a part.
         facts: anything that JSON can say, to be read with `read_facts`.
         limit: seconds to wait.
+        rows: of the run's metrics so far; some of later steps may be among them.
 
     Raises:
         TimeoutError: some parts did not come; it names them.
@@ -101,7 +108,8 @@ def complete(folder: Path, step: int, processes: int, facts: Any, limit: float) 
             raise TimeoutError(f"{place}: waited {limit:g} s for {', '.join(missing)}")
         time.sleep(0.02)
     items = {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names}
-    write_atomically(place / MARKER, marker_text(step, items, facts))
+    write_atomically(place / ROWS, rows)
+    write_atomically(place / MARKER, marker_text(step, items, hashlib.sha256(rows).hexdigest(), facts))
 
 
 def steps(folder: Path) -> list[int]:
@@ -137,8 +145,21 @@ def verify(folder: Path, step: int) -> None:
         InputError: a newer jpipe wrote it.
     """
     place = _place(folder, step)
-    for name, item in read_items(place, read_marker(place, step)).items():
+    marker = read_marker(place, step)
+    for name, item in read_items(place, marker).items():
         verify_item(place / name, item)
+    read_rows(place, marker)
+
+
+def read_metrics(folder: Path, step: int) -> bytes:
+    """The rows that `complete` was given.
+
+    Raises:
+        Damaged: their file or the marker is missing, cut off or changed.
+        InputError: a newer jpipe wrote it.
+    """
+    place = _place(folder, step)
+    return read_rows(place, read_marker(place, step))
 
 
 def read_facts(folder: Path, step: int) -> Any:
@@ -249,8 +270,10 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: fl
 
 def _is_all_there(place: Path, step: int) -> bool:
     try:
-        for name, item in read_items(place, read_marker(place, step)).items():
+        marker = read_marker(place, step)
+        for name, item in read_items(place, marker).items():
             verify_item(place / name, item, contents=False)
+        read_rows(place, marker)
     except InputError:
         return False
     return True
@@ -280,6 +303,9 @@ def _make(place: Path) -> None:
 
 def _remove(place: Path) -> None:
     """The marker goes first: what is left if the process dies here is unfinished, not damaged."""
+    if place.is_symlink() or place.is_file():
+        place.unlink()
+        return
     (place / MARKER).unlink(missing_ok=True)
     shutil.rmtree(place)
 

@@ -11,6 +11,7 @@ from jpipe import InputError
 
 FORMAT = "jpipe-checkpoint/1"
 MARKER = "checkpoint.json"
+ROWS = "metrics.jsonl"
 _FAMILY = FORMAT.partition("/")[0] + "/"
 
 
@@ -52,6 +53,7 @@ class Marker(_Strict):
         step: batches that the weights have seen.
         processes: how many wrote an item.
         items: the SHA-256 of each `process-0.json`, by its name.
+        rows: the SHA-256 of `metrics.jsonl`.
         facts: of the run; whatever JSON can say.
         sha256: of all the rest, however it is laid out; this rule holds for later formats too.
     """
@@ -60,13 +62,14 @@ class Marker(_Strict):
     step: int
     processes: int
     items: dict[str, str]
+    rows: str
     facts: Any
     sha256: str
 
 
-def marker_text(step: int, items: dict[str, str], facts: Any) -> str:
+def marker_text(step: int, items: dict[str, str], rows: str, facts: Any) -> str:
     """The marker as JSON; the arguments are its fields."""
-    data = {"format": FORMAT, "step": step, "processes": len(items), "items": items, "facts": facts}
+    data = {"format": FORMAT, "step": step, "processes": len(items), "items": items, "rows": rows, "facts": facts}
     return json.dumps(data | {"sha256": _digest(data)}, indent=1)
 
 
@@ -105,11 +108,17 @@ def read_items(place: Path, marker: Marker) -> dict[str, Item]:
     items = {}
     for name, digest in sorted(marker.items.items()):
         path = place / name
-        content = _read(path)
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise _changed(path)
-        items[path.stem] = _validated(path, Item, _load(path, content))
+        items[path.stem] = _validated(path, Item, _load(path, _read_whole(path, digest)))
     return items
+
+
+def read_rows(place: Path, marker: Marker) -> bytes:
+    """The rows of the run as they were when the checkpoint was completed.
+
+    Raises:
+        Damaged: their file is missing or was changed.
+    """
+    return _read_whole(place / ROWS, marker.rows)
 
 
 def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
@@ -158,6 +167,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise Damaged(path, f"cannot be read ({error.strerror})") from None
+
+
+def _read_whole(path: Path, digest: str) -> bytes:
+    content = _read(path)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise _changed(path)
+    return content
 
 
 def _load(path: Path, content: bytes) -> dict[str, Any]:

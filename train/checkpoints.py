@@ -7,6 +7,7 @@ from typing import Any
 
 import jpipe
 from train.config import CheckpointConfig
+from train.run_folder import METRICS
 
 Observer = Callable[[jpipe.Event], None]
 
@@ -122,7 +123,8 @@ class Checkpoints:
         step = cut.batch
         checkpoint_files.write_layers(self._folder, step, cut.layers(), self._process)
         if self._process == 0:
-            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE)
+            rows = self._folder / METRICS
+            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE, rows.read_bytes() if rows.exists() else b"")
             self.written = step
             config = self._config
             checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)

@@ -22,7 +22,7 @@ from train.progress import Reporter
 from train.resume import Resume, Resumed
 from train.resume import find as find_resumed
 from train.run_folder import RunFolder
-from train.starting import begin, make_folder, starting_params, tell_resumed
+from train.starting import begin, go_on, make_folder, starting_params, tell_resumed
 from train.summary import Summary, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
@@ -65,7 +65,7 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         if resumed is not None:
             tell_resumed(resumed, config, reporter)
         given = starting_params(config, pipe, batches, together, resumed, reporter)
-        folder = together.alike(lambda: make_folder(config, pipe.plan, resumed) if together.is_first else None)
+        folder = together.alike(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together, resumed, given)
@@ -122,6 +122,8 @@ def run(
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
             sizes = pipe.costs(batches.train[0], compiled_for=here)
+        if resumed is not None:
+            together.alike(lambda: None if folder is None else go_on(config, folder, resumed))
         every, traced = config.train.eval_every, config.train.trace_batches
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
         log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
@@ -132,14 +134,16 @@ def run(
             config.checkpoint, pipe, path, config.train.steps, (jax.process_count(), together.index), known, reporter.say
         )
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
+        ended = False
         try:
             with reporter.training(), preemption:
                 summary = train(config, pipe, state, batches, log, measure, checkpoints, preemption, resumed)
+                ended = summary.val_loss_after is not None
         finally:
             with interrupt.held():
                 checkpoints.close()
                 measure.close()
-                if folder is not None and not preemption.came:  # time is short then
+                if folder is not None and (ended or not preemption.came):  # time is short then
                     write_report(config, pipe, folder, measure, reporter)
     if folder is not None and summary.measured is not None and plan.predicted is not None:
         measured = report.as_predicted(plan, summary.measured, sizes)

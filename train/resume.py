@@ -1,6 +1,7 @@
 """Where a run takes up again: the checkpoint, what it says, and the layers that this process needs of it."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import jpipe
 from jpipe import InputError
 from train import config_file
 from train.config import Config
+from train.run_folder import is_of_this_job
 from train.together import Together
 
 Resume = Literal["auto", "must", "never"]
@@ -70,6 +72,17 @@ class Resumed:
         changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
         return (["plan"] if plans[0] != plans[1] else []) + changed
 
+    def rows(self) -> str:
+        """The lines of `metrics.jsonl` of the steps before.
+
+        Raises:
+            InputError: they are damaged.
+        """
+        from train import checkpoint_files
+
+        lines = checkpoint_files.read_metrics(self.folder, self.step).decode("utf-8", errors="ignore").splitlines()
+        return "".join(f"{line}\n" for line in lines if _step(line) < self.step)
+
     def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
         """The layers of this process's workers, read and held against their hashes.
 
@@ -109,13 +122,13 @@ def find(config: Config, resume: Resume, together: Together, say: Callable[[str]
 
 
 def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping[str, Any] | None:
-    if resume == "never":
-        return None
     if config.run.dir is None:
         if resume == "must":
             raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
     folder = Path(config.run.dir).expanduser()
+    if resume == "never" and not is_of_this_job(folder):  # what this job has written before a process of it failed is not refused
+        return None
     if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
         if resume == "must":
             raise InputError(f"--resume must: expected checkpoints in '{folder / 'checkpoints'}', found none; check run.dir")
@@ -132,6 +145,14 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
     except pydantic.ValidationError as error:
         raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
     return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json")}
+
+
+def _step(line: str) -> float:
+    """Of which step a row is; infinite if it is none: it was being written."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:

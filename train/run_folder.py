@@ -1,16 +1,18 @@
 """The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step.
 
-A job that `jpipe launch --max-restarts` starts again knows its folder by the file `.job` in it.
+A job that `jpipe launch --max-restarts` starts again knows its folder by the file `.job` in it. As long as a run goes on it holds the
+lock of the file `.lock`.
 """
 
 import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from jpipe import InputError, Plan, Predicted
 from train.config import Config
@@ -18,9 +20,9 @@ from train.config_file import to_yaml
 from train.launch import JOB
 
 _RUNS = Path("runs")
-_METRICS = "metrics.jsonl"
-_JOB = ".job"
-_FILES = ("config.yaml", "plan.json", _METRICS)
+METRICS = "metrics.jsonl"
+_JOB, _LOCK = ".job", ".lock"
+_FILES = ("config.yaml", "plan.json", METRICS)
 
 
 class RunFolder:
@@ -29,37 +31,50 @@ class RunFolder:
     Args:
         config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
         plan: what will run.
-        resume_at: the step where the run that the folder holds goes on: what was logged from there on is logged again. None: a new run.
+        resumes: the run that the folder holds goes on; nothing of it is touched before `go_on`.
+        anew: a run of this very config that ended before its first checkpoint is begun anew.
+
+    Attributes:
+        path: of the folder.
+        begun_anew: whether it held such a run.
 
     Raises:
-        InputError: the folder holds another run already, or cannot be written. What an earlier attempt of the same job has left is
-            no other run: it is begun anew.
+        InputError: the folder holds another run already, another process is training in it, or it cannot be written. What an earlier
+            attempt of the same job has left is no other run: it is begun anew.
     """
 
-    def __init__(self, config: Config, plan: Plan, resume_at: int | None = None) -> None:
+    def __init__(self, config: Config, plan: Plan, *, resumes: bool = False, anew: bool = False) -> None:
         self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
-        with contextlib.ExitStack() as undo:
-            try:
-                if resume_at is not None:
-                    self._metrics = _reopened(self.path / _METRICS, resume_at)
-                else:
-                    self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
-                    # Opened to be new, so that of two runs started at once with the same folder one is refused.
-                    self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
-                    for name in (*_FILES, _JOB):
-                        undo.callback(_try, (self.path / name).unlink)
-                undo.callback(_try, self._metrics.close)
-                if job := os.environ.get(JOB):
-                    write_atomically(self.path / _JOB, job)
-                resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
-                write_atomically(self.path / "config.yaml", to_yaml(resolved))
-                write_atomically(self.path / "plan.json", plan.to_json())
-            except FileExistsError as error:
-                raise _occupied(Path(error.filename).parent) from None
-            except OSError as error:
-                where = error.filename or self.path  # a full disk has no file's name
-                raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
-            undo.pop_all()
+        self.begun_anew = False
+        self._metrics: TextIO | None = None
+        with self._writing() as undo:
+            if not resumes:
+                self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
+            self._lock = _locked(self.path, undo)
+            resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
+            self._texts = {"config.yaml": to_yaml(resolved), "plan.json": plan.to_json()}
+            if not resumes:
+                self.begun_anew = anew and self._ended_early(config)
+                if self.begun_anew or is_of_this_job(self.path):
+                    for name in _FILES:
+                        (self.path / name).unlink(missing_ok=True)
+                if any((self.path / name).exists() for name in _FILES) or self._has_checkpoints():
+                    raise InputError(
+                        f"run.dir: expected a new or empty folder, found another run in '{self.path}'; "
+                        "choose another, or move that run away"
+                    )
+                for name in (*_FILES, _JOB):
+                    undo.callback(_try, (self.path / name).unlink)
+                self._open("")
+
+    def go_on(self, rows: str) -> None:
+        """Go on with the run that the folder holds, now that nothing is refused any more: from here on these are its rows.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        with self._writing():
+            self._open(rows)
 
     def log(self, row: Mapping[str, int | float]) -> None:
         """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns.
@@ -67,6 +82,7 @@ class RunFolder:
         Raises:
             OSError: the disk is full, say.
         """
+        assert self._metrics is not None, "go_on comes first"
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
 
@@ -81,20 +97,52 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, int | float]]:
         """What was logged so far."""
-        return [json.loads(line) for line in (self.path / _METRICS).read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[contextlib.ExitStack]:
+        """What is on the stack is undone where the inside fails, and what the system says is told."""
+        with contextlib.ExitStack() as undo:
+            try:
+                yield undo
+            except OSError as error:
+                where = error.filename or self.path  # a full disk has no file's name
+                raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
+            undo.pop_all()
+
+    def _open(self, rows: str) -> None:
+        write_atomically(self.path / METRICS, rows)
+        if job := os.environ.get(JOB):
+            write_atomically(self.path / _JOB, job)
+        for name, text in self._texts.items():
+            write_atomically(self.path / name, text)
+        self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+
+    def _ended_early(self, config: Config) -> bool:
+        """Whether the folder holds a run of this config that was to write checkpoints and has not come to the first."""
+        try:
+            same = (self.path / "config.yaml").read_bytes() == self._texts["config.yaml"].encode()
+        except OSError:
+            return False
+        return same and config.checkpoint.every is not None and not self._has_checkpoints()
+
+    def _has_checkpoints(self) -> bool:
+        return any(self.path.glob("checkpoints/*/checkpoint.json"))
 
 
 def of_same_job(config: Config) -> Config:
     """The config, its `run.dir` filled in where an earlier attempt of this job has taken one of the numbered folders."""
     if config.run.dir is not None or not os.environ.get(JOB):
         return config
-    taken = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if _is_ours(file.parent)), None)
+    taken = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if is_of_this_job(file.parent)), None)
     return config if taken is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(taken)})})
 
 
@@ -109,30 +157,30 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
-def _reopened(path: Path, step: int) -> TextIO:
-    """The rows of the steps before this one, to be written on; a row that a crash cut off was of a later step."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            if json.loads(line)["step"] < step:
-                kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
-    return path.open("a", encoding="utf-8")
+def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
+    """The folder's lock, held until it is closed or this process is gone; where the file system has no locks, nobody is kept out."""
+    is_new = not (path / _LOCK).exists()
+    lock = (path / _LOCK).open("ab")
+    undo.callback(lock.close)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"run.dir: another process is training in '{path}'; wait for it or stop it, or choose another folder") from None
+    except OSError:
+        pass
+    if is_new:
+        undo.callback(_try, (path / _LOCK).unlink)
+    return lock
 
 
 def _given(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
         raise InputError(f"run.dir: expected a folder, found the file '{path}'; choose another name")
-    if _is_ours(path):
-        for name in _FILES:
-            (path / name).unlink(missing_ok=True)
-    if any((path / name).exists() for name in _FILES):
-        raise _occupied(path)
     _make(path, undo)
     return path
 
 
-def _is_ours(path: Path) -> bool:
+def is_of_this_job(path: Path) -> bool:
     """Whether an earlier attempt of this job has taken this folder."""
     try:
         return (path / _JOB).read_bytes() == os.environ.get(JOB, "").encode() != b""
@@ -167,7 +215,3 @@ def _try(action: Callable[[], None]) -> None:
     """Clear away what is there; the failure that led here is the one to be told."""
     with contextlib.suppress(OSError):
         action()
-
-
-def _occupied(path: Path) -> InputError:
-    return InputError(f"run.dir: expected a new or empty folder, found another run in '{path}'; choose another, or move that run away")

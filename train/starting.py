@@ -8,7 +8,7 @@ import jpipe
 from train import data, interrupt
 from train.config import Config
 from train.progress import Reporter
-from train.resume import Resumed
+from train.resume import Resume, Resumed
 from train.run_folder import RunFolder
 from train.together import Together
 
@@ -37,15 +37,29 @@ def starting_params(
     return warm_start.load(config.warm_start, pipe, batches.train[0], together, reporter.say)
 
 
-def make_folder(config: Config, plan: jpipe.Plan, resumed: Resumed | None = None) -> RunFolder:
-    """The run folder, whole or not at all, whenever Ctrl-C is pressed."""
+def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
+    """The run folder, whole or not at all, whenever Ctrl-C is pressed; that of a run that goes on as it is."""
     with interrupt.held():
-        folder = RunFolder(config, plan, None if resumed is None else resumed.step)
-        if config.checkpoint.every is not None:
-            from train import checkpoint_files
+        folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto")
+        if resumed is None:
+            _begin_checkpoints(config, folder, None)
+    if folder.begun_anew:
+        reporter.say(f"the run in '{folder.path}' ended before its first checkpoint; it begins anew")
+    return folder
 
-            checkpoint_files.begin(folder.path, None if resumed is None else resumed.step)
-        return folder
+
+def go_on(config: Config, folder: RunFolder, resumed: Resumed) -> None:
+    """Take the run folder over, now that the checkpoint is read: what came after it will be written again."""
+    with interrupt.held():
+        folder.go_on(resumed.rows())
+        _begin_checkpoints(config, folder, resumed.step)
+
+
+def _begin_checkpoints(config: Config, folder: RunFolder, step: int | None) -> None:
+    if config.checkpoint.every is not None:
+        from train import checkpoint_files
+
+        checkpoint_files.begin(folder.path, step)
 
 
 def begin(

@@ -19,7 +19,7 @@ import pytest
 import jpipe
 from tests.train.items import STEP, layers_of
 from train import checkpoint_files
-from train.checkpoint_files import begin, complete, newest_good, prune, read_facts, read_layers, steps, verify, write_layers
+from train.checkpoint_files import begin, complete, newest_good, prune, read_facts, read_layers, read_metrics, steps, verify, write_layers
 from train.checkpoint_records import Damaged, marker_text
 from train.orbax_item import write_item
 
@@ -35,7 +35,7 @@ def save(folder: Path, step: int, processes: int = 2) -> None:
     """A small checkpoint of some processes."""
     for process in range(processes):
         write_layers(folder, step, layers_of(process), process)
-    complete(folder, step, processes, facts={"step": step}, limit=0.0)
+    complete(folder, step, processes, facts={"step": step}, limit=0.0, rows=b'{"step": 0}\n')
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -185,6 +185,28 @@ def test_facts_are_any_json(run):
     assert steps(run) == [10, 20, 30]
 
 
+def test_the_rows_of_the_run_are_kept_with_it(run):
+    assert read_metrics(run, 20) == b'{"step": 0}\n'
+    change(place(run, 20) / "metrics.jsonl", "changed")
+    with pytest.raises(Damaged, match=r"00000020/metrics.jsonl: is not what was written"):
+        read_metrics(run, 20)
+
+
+def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, monkeypatch):
+    place(run, 30).write_text("a file")
+    place(run, 40).symlink_to(tmp_path)
+    told = []
+    assert newest_good(run, told.append) == 20
+    assert [line.partition(":")[0] for line in told] == [str(place(run, 40)), str(place(run, 30))]
+    monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
+    place(run, 50).mkdir()
+    with pytest.raises(jpipe.InputError, match=r"00000050: in the way .* cannot be removed: Operation not permitted; move it away$"):
+        begin(run, 20)
+    assert tmp_path.is_dir()
+    assert not place(run, 30).exists()
+    assert not place(run, 40).is_symlink()
+
+
 def test_a_layer_that_is_not_there_is_named(run):
     with pytest.raises(jpipe.InputError, match=r"expected the layer 'head', found layer 0, layer 1; is it a checkpoint of this model\?$"):
         read_layers(run, 20, ["layer 1", "head"])
@@ -288,7 +310,8 @@ def forge(run: Path, files: dict) -> None:
     """A checkpoint whose hashes fit whatever its items say."""
     item = place(run, 20) / "process-0.json"
     item.write_text(json.dumps({"layers": ["layer 0"], "files": files}))
-    (place(run, 20) / "checkpoint.json").write_text(marker_text(20, {item.name: hashlib.sha256(item.read_bytes()).hexdigest()}, 0))
+    marker = marker_text(20, {item.name: hashlib.sha256(item.read_bytes()).hexdigest()}, "no rows are asked for", 0)
+    (place(run, 20) / "checkpoint.json").write_text(marker)
 
 
 @pytest.mark.parametrize("name", ["../../../secret", "/etc/hostname", "a/../../../../secret"])

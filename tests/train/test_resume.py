@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jpipe
 from jpipe import InputError
 from tests.train.test_loop import changed, rows_of
 from train import checkpoint_files, checkpoints, loop
+from train.launch import JOB
 from train.metrics_log import RunStopped
 
 
@@ -46,6 +48,12 @@ def weights_of(folder: Path):
 
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """It takes longer than the run."""
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
 
 
 @pytest.fixture
@@ -122,18 +130,26 @@ def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
         loop.main(changed(saved))
 
 
+def files_of(folder):
+    """All files but the pictures of the run, and the lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
+
+
 def test_another_model_is_refused_by_its_first_difference(saved):
-    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    newest = folder / "checkpoints" / "00000004"
+    (newest / "checkpoint.json").write_text("damaged")
+    before = files_of(folder)
     with pytest.raises(InputError, match=r"layer 'embed', parameters: expected .* as in the model, float32\[.*\], found float32\[.*\]"):
         loop.main(changed(saved, model={"width": 16}))
     with pytest.raises(InputError, match="lacks layer 'block_1'"):
         loop.main(changed(saved, model={"depth": 2}))
-    assert rows_of(folder)[-1]["step"] == 1  # nothing was lost by that
+    assert files_of(folder) == before  # nothing was lost by that
 
 
 def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
     loop.main(changed(saved, train={"steps": 2}))
-    with pytest.raises(InputError, match="optimizer state"):
+    with pytest.raises(InputError, match=r"layer 'embed', optimizer state: .*; is it of another optimizer\? .*resume.optimizer: reset\)"):
         loop.main(changed(saved, optimizer={"name": "sgd"}))
     assert loop.main(changed(saved, optimizer={"name": "sgd"}, resume={"optimizer": "reset"})).steps == 7
 
@@ -158,15 +174,69 @@ def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatc
         assert checkpoint_files.steps(folder) == [2, 6, 7]
 
 
-def test_a_row_that_a_crash_cut_off_is_written_again(saved, monkeypatch):
+@pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])
+def test_rows_are_those_of_the_checkpoint_whatever_became_of_them(damage, saved, monkeypatch):
     with monkeypatch.context() as patched:
         stop_before(patched, 5)
         with pytest.raises(Killed):
             loop.main(changed(saved))
     metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 4, "lo')
-    rows = rows_of(loop.main(changed(saved)).folder)
-    assert [row["step"] for row in rows] == list(range(7))
+    before = rows_of(metrics.parent)[:4]
+    match damage:
+        case "cut off":
+            metrics.write_text(metrics.read_text() + '{"step": 4, "lo')
+        case "not text":
+            metrics.write_bytes(metrics.read_bytes().replace(b"step", b"st\xffp", 1))
+        case "gone":
+            metrics.unlink()
+    rows = rows_of(loop.main(changed(saved, train={"steps": 5})).folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert rows[:4] == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeypatch, capsys):
+    config = saved | {"checkpoint": {"every": 4}, "train": saved["train"] | {"steps": 4}}
+    with monkeypatch.context() as patched:
+        stop_before(patched, 2)
+        with pytest.raises(Killed):
+            loop.main(changed(config))
+    folder = Path(config["run"]["dir"])
+    before = files_of(folder)
+    for other, resume in (
+        (changed(config, seed=1), "auto"),
+        (changed(config), "never"),
+        (changed(config, checkpoint={"every": None}), "auto"),
+    ):
+        with pytest.raises(InputError, match=r"run\.dir: expected a new or empty folder, found another run"):
+            loop.main(other, resume=resume)
+    with pytest.raises(InputError, match="--resume must"):
+        loop.main(changed(config), resume="must")
+    assert files_of(folder) == before
+    assert [row["step"] for row in rows_of(loop.main(changed(config)).folder)] == list(range(4))
+    assert "ended before its first checkpoint; it begins anew" in " ".join(capsys.readouterr().out.split())
+
+
+def test_two_at_once_do_not_train_in_one_folder(saved):
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    before = files_of(folder)
+    with (folder / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=rf"run\.dir: another process is training in '{folder}'; wait for it"):
+            loop.main(changed(saved))
+    assert files_of(folder) == before
+
+
+def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(saved, monkeypatch, capsys):
+    monkeypatch.setenv(JOB, "this one")
+    with monkeypatch.context() as patched:
+        stop_before(patched, 5)
+        with pytest.raises(Killed):
+            loop.main(changed(saved), resume="never")
+    assert loop.main(changed(saved), resume="never").steps == 7
+    assert "resumes at step 4" in capsys.readouterr().out
+    monkeypatch.setenv(JOB, "another")
+    with pytest.raises(InputError, match="found another run in"):
+        loop.main(changed(saved), resume="never")
 
 
 def test_a_plan_found_once_is_kept(saved, monkeypatch):
