@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,15 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     return sum(file.size for file in files.values())
 
 
-def complete(folder: Path, step: int, processes: int, facts: Any, limit: float, rows: bytes = b"") -> None:
+def complete(
+    folder: Path,
+    step: int,
+    processes: int,
+    facts: Any,
+    limit: float,
+    rows: bytes = b"",
+    failed: Callable[[], Sequence[int]] = lambda: (),
+) -> None:
     """Wait until the parts of all processes are whole, then write the marker; process 0 calls this.
 
     Args:
@@ -95,15 +103,18 @@ def complete(folder: Path, step: int, processes: int, facts: Any, limit: float, 
         facts: anything that JSON can say, to be read with `read_facts`.
         limit: seconds to wait.
         rows: of the run's metrics so far; some of later steps may be among them.
+        failed: gives the processes whose parts will not come.
 
     Raises:
         TimeoutError: some parts did not come; it names them.
-        OSError: the disk is full, say.
+        OSError: the disk is full, say; or a process could not write its part.
     """
     place = _place(folder, step)
     names = [f"process-{process}.json" for process in range(processes)]
     end = time.monotonic() + limit
     while missing := [name for name in names if not (place / name).exists()]:
+        if without := failed():
+            raise OSError(errno.EIO, f"process {without[0]} could not write its part")
         if time.monotonic() > end:
             raise TimeoutError(f"{place}: waited {limit:g} s for {', '.join(missing)}")
         time.sleep(0.02)

@@ -8,10 +8,11 @@ from typing import Any
 import jpipe
 from train.config import CheckpointConfig
 from train.run_folder import METRICS
+from train.together import Together
 
 Observer = Callable[[jpipe.Event], None]
 
-_PATIENCE = 60.0  # seconds that process 0 waits for the parts of the others
+_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
 
 
 class Checkpoints:
@@ -25,7 +26,7 @@ class Checkpoints:
         pipe: what runs.
         folder: of the run, the same for all processes.
         steps: of the run.
-        processes: of the run, and which one this is.
+        together: the processes of the run.
         facts: what else a checkpoint says, whatever its batch.
         say: is told, in process 0, what went wrong.
     """
@@ -36,12 +37,12 @@ class Checkpoints:
         pipe: jpipe.Pipeline,
         folder: Path,
         steps: int,
-        processes: tuple[int, int],
+        together: Together,
         facts: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
         self._config, self._pipe, self._folder, self._steps, self._facts, self._say = config, pipe, folder, steps, facts, say
-        self._count, self._process = processes
+        self._together, self._processes = together, together.processes
         self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
@@ -105,9 +106,13 @@ class Checkpoints:
         if writing is None:
             return
         try:
-            writing.result()
+            with self._together.working("a checkpoint to be written"):
+                writing.result()
         except OSError as error:
-            kept = "none so far" if self.written is None else f"the last good one is of step {self.written}"
+            from train import checkpoint_files
+
+            whole = checkpoint_files.steps(self._folder)
+            kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
             if self._config.on_full_disk == "stop":
                 raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}; {kept}") from error
             self._say(f"a checkpoint could not be written: {error.strerror or error}; the run goes on, {kept}")
@@ -120,11 +125,29 @@ class Checkpoints:
     def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
         from train import checkpoint_files
 
-        step = cut.batch
-        checkpoint_files.write_layers(self._folder, step, cut.layers(), self._process)
-        if self._process == 0:
+        step, index = cut.batch, self._together.index
+        try:
+            checkpoint_files.write_layers(self._folder, step, cut.layers(), index)
+        except OSError:
+            if self._processes is not None:  # process 0 waits for it
+                self._processes.tell(_lacks(step, index), [])
+            raise
+        if index == 0:
             rows = self._folder / METRICS
-            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE, rows.read_bytes() if rows.exists() else b"")
+            text = rows.read_bytes() if rows.exists() else b""
+            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE, text, lambda: self._failed(step))
             self.written = step
             config = self._config
             checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)
+
+    @property
+    def _count(self) -> int:
+        return 1 if self._processes is None else self._processes.count
+
+    def _failed(self, step: int) -> list[int]:
+        """The processes that could not write their part, as far as they have said so."""
+        return [] if self._processes is None else [k for k in range(self._count) if self._processes.heard(_lacks(step, k))]
+
+
+def _lacks(step: int, process: int) -> str:
+    return f"the checkpoint of step {step} lacks process {process}"

@@ -130,9 +130,7 @@ def run(
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
         versions = {"jpipe": jpipe.__version__, "jax": jax.__version__}
         known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": versions}
-        checkpoints = Checkpoints(
-            config.checkpoint, pipe, path, config.train.steps, (jax.process_count(), together.index), known, reporter.say
-        )
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         ended = False
         try:

@@ -119,6 +119,8 @@ def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
         _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model))
     taken = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
     if not taken:
+        if same := next((name for name in wanted if name in source.specs), None):
+            raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
         there, here = (next(iter(names), "none at all") for names in (source.specs, wanted))
         raise InputError(f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them")
     return taken
