@@ -15,7 +15,6 @@ from jpipe._program import Forward, ForwardBackward, Update
 from jpipe._runtime import Event
 from jpipe._stage import StageFunctions, floats_of
 from jpipe._state import WorkerState
-from jpipe._transport import arrived
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
@@ -35,15 +34,14 @@ class Cut:
         plan: what runs.
         batch: where the restored run is to begin.
         workers: those of this process.
-        averaging: those of them whose layer state is averaged over replicas.
 
     Attributes:
         batch: where the restored run is to begin.
     """
 
-    def __init__(self, plan: Plan, batch: int, workers: Iterable[int], averaging: Iterable[int]) -> None:
+    def __init__(self, plan: Plan, batch: int, workers: Iterable[int]) -> None:
         self.batch = batch
-        self._parts = {w: _Part(plan, w, batch, w in averaging) for w in workers}
+        self._parts = {w: _Part(plan, w, batch) for w in workers}
 
     def __call__(self, event: Event) -> None:
         """Take note of one instruction."""
@@ -79,15 +77,13 @@ def own_name(layer_id: str, replica: int) -> str:
 class _Part:
     """What one worker gives to the cut."""
 
-    def __init__(self, plan: Plan, worker: int, batch: int, averages: bool) -> None:
+    def __init__(self, plan: Plan, worker: int, batch: int) -> None:
         s, self._replica = plan.workers[worker]
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_a_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
         self._ids = plan.stages[s].layers
-        self._averages = averages
         self._before: Tree = None  # layer state after the last instruction that was seen
-        self._sums: dict[int, tuple[Tree, Tree]] = {}  # own layer state and the sum over the replicas, as they wait for their update
         self._versions: dict[int, Tree] = {}
         self._optimizer: Tree = None
         self._state: Tree = None
@@ -106,8 +102,8 @@ class _Part:
                     self._state = self._before
                 self._late = [(sums, k if at is None else at) for sums, at in self._late]
             case Update(batch=update) if update < self._newest:
-                if self._averages and self._state is not None:
-                    self._late.append((self._sums[update], None))
+                if event.averaged is not None and self._state is not None:
+                    self._late.append((event.averaged, None))
                 if update + 1 == self._newest:
                     self._optimizer = _copied(event.state.optimizer)
                     if self._state is None:
@@ -117,9 +113,6 @@ class _Part:
                 if self._oldest <= version <= self._newest:
                     self._versions[version] = _copied(event.state.versions[version])
         self._before = dict(event.state.layer_state)
-        if self._averages:
-            held = event.state.buffers
-            self._sums = {update: (held["state", update], held[kind, update]) for kind, update in held if kind == "summed"}
 
     def layers(self) -> dict[str, Plain]:
         found: dict[str, Plain] = {layer_id: {} for layer_id in self._ids}
@@ -130,7 +123,7 @@ class _Part:
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             plain["state"] = to_plain(self._state[layer_id])
         for number, ((then, summed), at) in enumerate(self._late):
-            totals = iter(arrived(summed)[1])
+            totals = iter(summed)
             for layer_id in sorted(then):  # as the leaves of a dict come
                 if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
                     late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at)}

@@ -181,8 +181,7 @@ class Pipeline:
 
     def cut(self, batch: int) -> Cut:
         """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first."""
-        averaging = [w for w, stage in self._stages.items() if stage.functions.averages_state]
-        return Cut(self.plan, batch, self._stages, averaging)
+        return Cut(self.plan, batch, self._stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.

@@ -37,11 +37,13 @@ class Event(NamedTuple):
         instruction: what it was; batches, microbatches and versions as in the whole run.
         done: for a computation, an array that is there when it is over: `done.block_until_ready()` waits for that. Else None.
         state: what its worker holds now, as arrays that may still be on their way; only to look at, while the call lasts.
+        averaged: for an update that moved the layer state to the mean of the replicas: the own one of that batch, and the sum of all.
     """
 
     instruction: Instruction
     done: jax.Array | None
     state: WorkerState
+    averaged: tuple[Tree, Tree] | None = None
 
 
 Observer = Callable[[Event], None]
@@ -101,8 +103,8 @@ def run(
         else:
             _METHODS[type(instruction)](worker, instruction)
         if observe is not None:
-            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state()))
-            worker.done = None
+            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state(), worker.averaged))
+            worker.done = worker.averaged = None
     return {w: worker.state() for w, worker in workers.items()}, found
 
 
@@ -130,6 +132,7 @@ class _Worker:
         self.squares: tuple[jax.Array, ...] = ()  # of the gradients of this stage and those after it
         self.norm: jax.Array | None = None
         self.done: jax.Array | None = None
+        self.averaged: tuple[Tree, Tree] | None = None
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
@@ -249,7 +252,8 @@ class _Worker:
         """What the replicas have accumulated together; their layer states move to the mean with it."""
         sums, total, _ = arrived(self.buffers.pop(("summed", batch)))
         if self.averages:
-            self.layer_state = self.calls["average_state"](self.layer_state, self.buffers.pop(("state", batch)), total)
+            self.averaged = self.buffers.pop(("state", batch)), total
+            self.layer_state = self.calls["average_state"](self.layer_state, *self.averaged)
         return sums
 
     def finish(self, update: int, found: Tree) -> None:

@@ -15,6 +15,10 @@ Observer = Callable[[jpipe.Event], None]
 _PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
 
 
+class _NotRemoved(OSError):
+    """The new checkpoint is there, one that is no longer wanted too."""
+
+
 class Checkpoints:
     """Takes a cut of the run at every so many batches and at its end, and has it written in the background.
 
@@ -113,9 +117,10 @@ class Checkpoints:
 
             whole = checkpoint_files.steps(self._folder)
             kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
+            what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
             if self._config.on_full_disk == "stop":
-                raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}; {kept}") from error
-            self._say(f"a checkpoint could not be written: {error.strerror or error}; the run goes on, {kept}")
+                raise OSError(error.errno, f"{what}: {error.strerror or error}; {kept}") from error
+            self._say(f"{what}: {error.strerror or error}; the run goes on, {kept}")
 
     def close(self) -> None:
         """Begin nothing more; what is being written is finished, if it can be."""
@@ -138,7 +143,10 @@ class Checkpoints:
             checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE, text, lambda: self._failed(step))
             self.written = step
             config = self._config
-            checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)
+            try:
+                checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)
+            except OSError as error:
+                raise _NotRemoved(error.errno, error.strerror) from error
 
     @property
     def _count(self) -> int:

@@ -22,7 +22,7 @@ from train.progress import Reporter
 from train.resume import Resume, Resumed
 from train.resume import find as find_resumed
 from train.run_folder import RunFolder
-from train.starting import begin, go_on, make_folder, starting_params, tell_resumed
+from train.starting import VERSIONS, begin, go_on, make_folder, starting_params, tell_resumed
 from train.summary import Summary, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
@@ -128,8 +128,7 @@ def run(
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
         log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
-        versions = {"jpipe": jpipe.__version__, "jax": jax.__version__}
-        known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": versions}
+        known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": VERSIONS}
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         ended = False

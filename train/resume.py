@@ -32,7 +32,7 @@ class Facts(pydantic.BaseModel):
         devices: how many there were.
         val_loss_before: before the first step.
         val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
-        versions: of jpipe, JAX and Python's libraries.
+        versions: of jpipe and JAX.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -71,6 +71,10 @@ class Resumed:
         flat, there = _flat(now), _flat(before)
         changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
         return (["plan"] if plans[0] != plans[1] else []) + changed
+
+    def is_of_other(self, name: str, version: str) -> bool:
+        """Whether it was written with another version of this library."""
+        return self.facts.versions.get(name, version) != version
 
     def rows(self) -> str:
         """The lines of `metrics.jsonl` of the steps before.

@@ -33,6 +33,7 @@ class RunFolder:
         plan: what will run.
         resumes: the run that the folder holds goes on; nothing of it is touched before `go_on`.
         anew: a run of this very config that ended before its first checkpoint is begun anew.
+        prepare: what else is to be in the folder of a new run.
 
     Attributes:
         path: of the folder.
@@ -43,7 +44,15 @@ class RunFolder:
             attempt of the same job has left is no other run: it is begun anew.
     """
 
-    def __init__(self, config: Config, plan: Plan, *, resumes: bool = False, anew: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        *,
+        resumes: bool = False,
+        anew: bool = False,
+        prepare: Callable[[Path], None] = lambda path: None,
+    ) -> None:
         self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
         self.begun_anew = False
         self._metrics: TextIO | None = None
@@ -66,6 +75,7 @@ class RunFolder:
                 for name in (*_FILES, _JOB):
                     undo.callback(_try, (self.path / name).unlink)
                 self._open("")
+                prepare(self.path)
 
     def go_on(self, rows: str) -> None:
         """Go on with the run that the folder holds, now that nothing is refused any more: from here on these are its rows.
@@ -147,14 +157,25 @@ def of_same_job(config: Config) -> Config:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or the process dies, none of it."""
+    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or process or machine die, none of it.
+
+    When this returns it is on the disk.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        with unfinished.open("wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         _try(unfinished.unlink)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:

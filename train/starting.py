@@ -1,5 +1,6 @@
 """Where a run begins: at fresh weights, at given ones, or where a checkpoint left it."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,11 +13,15 @@ from train.resume import Resume, Resumed
 from train.run_folder import RunFolder
 from train.together import Together
 
+VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
+
 
 def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
     """Where the run goes on, and what is not as it was."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+    if others := [f"{name} {resumed.facts.versions[name]}, now {now}" for name, now in VERSIONS.items() if resumed.is_of_other(name, now)]:
+        reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ in their last bits")
 
 
 def starting_params(
@@ -40,9 +45,9 @@ def starting_params(
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
     """The run folder, whole or not at all, whenever Ctrl-C is pressed; that of a run that goes on as it is."""
     with interrupt.held():
-        folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto")
-        if resumed is None:
-            _begin_checkpoints(config, folder, None)
+        folder = RunFolder(
+            config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=lambda path: _begin_checkpoints(config, path, None)
+        )
     if folder.begun_anew:
         reporter.say(f"the run in '{folder.path}' ended before its first checkpoint; it begins anew")
     return folder
@@ -52,14 +57,14 @@ def go_on(config: Config, folder: RunFolder, resumed: Resumed) -> None:
     """Take the run folder over, now that the checkpoint is read: what came after it will be written again."""
     with interrupt.held():
         folder.go_on(resumed.rows())
-        _begin_checkpoints(config, folder, resumed.step)
+        _begin_checkpoints(config, folder.path, resumed.step)
 
 
-def _begin_checkpoints(config: Config, folder: RunFolder, step: int | None) -> None:
+def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> None:
     if config.checkpoint.every is not None:
         from train import checkpoint_files
 
-        checkpoint_files.begin(folder.path, step)
+        checkpoint_files.begin(folder, step)
 
 
 def begin(

@@ -136,14 +136,16 @@ def files_of(folder):
 
 
 def test_another_model_is_refused_by_its_first_difference(saved):
-    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
     newest = folder / "checkpoints" / "00000004"
     (newest / "checkpoint.json").write_text("damaged")
     before = files_of(folder)
     with pytest.raises(InputError, match=r"layer 'embed', parameters: expected .* as in the model, float32\[.*\], found float32\[.*\]"):
-        loop.main(changed(saved, model={"width": 16}))
-    with pytest.raises(InputError, match="lacks layer 'block_1'"):
-        loop.main(changed(saved, model={"depth": 2}))
+        loop.main(changed(saved, model={"depth": 2, "width": 16}))
+    with pytest.raises(InputError, match="the checkpoint of step 2 lacks layer 'block_2'"):
+        loop.main(changed(saved, model={"depth": 3}))
+    with pytest.raises(InputError, match="the model lacks layer 'block_1' of the checkpoint of step 2"):
+        loop.main(changed(saved, model={"depth": 1}))
     assert files_of(folder) == before  # nothing was lost by that
 
 
