@@ -114,6 +114,7 @@ def complete(
     end = time.monotonic() + limit
     while missing := [name for name in names if not (place / name).exists()]:
         if without := failed():
+            _remove_item(place, 0)  # the disk may be full
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
         if time.monotonic() > end:
             raise TimeoutError(f"{place}: waited {limit:g} s for {', '.join(missing)}")

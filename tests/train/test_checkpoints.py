@@ -95,6 +95,7 @@ def test_what_one_process_cannot_write_is_not_waited_for(two, tmp_path, monkeypa
         "a checkpoint could not be written: process 1 could not write its part; the run goes on, the last good one is of step 2"
     ]
     assert checkpoint_files.steps(tmp_path) == [2, 6]
+    assert not [*(tmp_path / "checkpoints").glob("00000004/*")], "what is of no use takes no room"
     assert {process.waits[0] for process in processes} == {("a checkpoint to be written", 600.0)}, "the others may wait that long for it"
 
 
