@@ -138,7 +138,10 @@ def test_partial_converts_and_strict_does_not(home, tmp_path):
             r"expected 'embed/\S+' as in the model, float32\[8, 4\], found float32\[8, 8\]; is it of another model\?",
         ),
         ({"model": {"depth": 2}}, r"expected 'block_1/\S+' as in the model, float32\[8\], found no such name"),
-        ({"mode": "partial", "model": {"width": 4}}, r"expected names and shapes as in the model \('embed/\S+', …\), found '\S+', …"),
+        (
+            {"mode": "partial", "model": {"width": 4}},
+            r"nothing fits: expected 'embed/\S+' as in the model, float32\[8, 4\], found .*\[8, 8\]",
+        ),
     ],
 )
 def test_another_model_is_refused_by_its_first_difference(sections, message, home):
@@ -154,6 +157,20 @@ def test_what_the_model_has_not_is_refused_but_layer_state(home, tmp_path):
     save_file(arrays | {"tail/bias": np.zeros(3)}, tmp_path / "more.safetensors")
     with pytest.raises(InputError, match=r"expected only parameters of the model, found 'tail/bias', float64\[3\]"):
         loaded(home, tmp_path / "more.safetensors")
+    save_file({f"other {name}": array for name, array in arrays.items()}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"expected names and shapes as in the model \('embed/\S+', …\), found 'other .*', …; rename them"):
+        loaded(home, tmp_path / "other.safetensors", "partial")
+
+
+def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
+    agreed = []
+    monkeypatch.setattr(Together, "agree", lambda self, facts: agreed.append(facts()))
+    arrays = load_file(home.file)
+    save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "more.safetensors")
+    for file in (home.file, home.file, tmp_path / "more.safetensors"):
+        loaded(home, file)
+    first, again, other = (facts["warm_start.file"] for facts in agreed)
+    assert first == again != other
 
 
 def test_files_that_are_none_are_refused(home, tmp_path):

@@ -22,7 +22,7 @@ from train.optimizer import optimizer
 from train.progress import Reporter
 from train.run_folder import RunFolder
 
-FILES = {"config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
+FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
