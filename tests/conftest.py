@@ -1,9 +1,12 @@
 """What holds in every test: eight devices on any machine, strict numbers, types checked at run time."""
 
 import os
+import pathlib
 
 import jax
 import pytest
+from beartype import BeartypeConf
+from beartype.claw import beartype_packages
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
@@ -11,8 +14,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 # No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: jpipe allows that to optax alone.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# From here on both packages are imported with every annotation, shapes included, checked at each call.
-install_import_hook(["jpipe", "planner", "train"], "beartype.beartype")
+# From here on the packages are imported with every annotation checked at each call. Shapes are checked where there are any: between the
+# arguments of a call, which makes it some tenths of a millisecond longer, too much for the searches.
+PACKAGES = "jpipe", "planner", "train"
+ROOT = pathlib.Path(__file__).parents[1]
+SHAPED = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for name in PACKAGES
+    for path in (ROOT / name).rglob("*.py")
+    if "jaxtyping" in path.read_text("utf-8")
+]
+beartype_packages(PACKAGES, conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
+install_import_hook(SHAPED, "beartype.beartype")
 
 
 @pytest.fixture(scope="module")
