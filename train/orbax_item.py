@@ -73,7 +73,7 @@ class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax 
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.SaveArgs] | None = None
-    ) -> Sequence[ocp.future.Future]:
+    ) -> Sequence[Any]:
         folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "config": {"max_inline_value_bytes": 1024}}
         with ts.Transaction() as transaction:

@@ -310,7 +310,8 @@ def forge(run: Path, files: dict) -> None:
     """A checkpoint whose hashes fit whatever its items say."""
     item = place(run, 20) / "process-0.json"
     item.write_text(json.dumps({"layers": ["layer 0"], "files": files}))
-    marker = marker_text(20, {item.name: hashlib.sha256(item.read_bytes()).hexdigest()}, "no rows are asked for", 0)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (item, place(run, 20) / "metrics.jsonl")]
+    marker = marker_text(20, {item.name: digests[0]}, digests[1], 0)
     (place(run, 20) / "checkpoint.json").write_text(marker)
 
 
