@@ -383,6 +383,7 @@ def test_an_item_is_written_again_over_what_a_killed_process_left(run):
         "process-0.json",
         "process-1",
         "process-1.json",
+        "metrics.jsonl",
         "checkpoint.json",
     }
     with pytest.raises(Damaged, match=r"process-1\.json: is not what was written"):
