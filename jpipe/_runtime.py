@@ -252,8 +252,9 @@ class _Worker:
         """What the replicas have accumulated together; their layer states move to the mean with it."""
         sums, total, _ = arrived(self.buffers.pop(("summed", batch)))
         if self.averages:
-            self.averaged = self.buffers.pop(("state", batch)), total
-            self.layer_state = self.calls["average_state"](self.layer_state, *self.averaged)
+            own = self.buffers.pop(("state", batch))
+            self.layer_state = self.calls["average_state"](self.layer_state, own, total)
+            self.averaged = (own, total) if total else None
         return sums
 
     def finish(self, update: int, found: Tree) -> None:

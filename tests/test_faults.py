@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import damage, kills
-from benchmarks.faults.runs import EVERY, config_of, difference, end_of
-from train import checkpoint_files
+from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
+from train import checkpoint_files, loop
 from train.config import Config
 from train.resume import find
 from train.together import Together
@@ -57,6 +57,12 @@ def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(again, tmp_path_f
     name, how, at = next(one for one in damage.damages(damage.newest(again / "run"), random.Random(1)) if one[1] == "changed")
     damage.damage(damage.newest(again / "run") / name, how, at)
     assert damage.outcome(again, name, expected) is None
+
+
+def test_a_run_that_ends_while_a_cut_waits_for_forwards_has_its_last_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.loop.write_report", lambda *_: None)
+    loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))
+    assert checkpoint_files.steps(tmp_path / "run") == [EVERY + 1], "that of step 3 waits for more batches than there are"
 
 
 def test_what_differs_is_found():

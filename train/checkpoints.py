@@ -95,8 +95,9 @@ class Checkpoints:
         """
         if self._writing is not None and self._writing.done():
             self.finish()  # so that what went wrong is told now
-        while self._cuts and self._cuts[0].complete and self._cuts[0].batch <= logged + 1:
-            cut = self._cuts.pop(0)
+        # Near the run's end one may stay incomplete: its workers do not come to the forwards that it waits for. That at the end is there.
+        for cut in [cut for cut in self._cuts if cut.complete and cut.batch <= logged + 1]:
+            self._cuts.remove(cut)
             self.finish()
             self._writing = self._thread.submit(self._write, cut, {**self._facts, **facts(cut.batch)})
 

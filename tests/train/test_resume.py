@@ -205,7 +205,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeyp
     folder = Path(config["run"]["dir"])
     before = files_of(folder)
     for other, resume in (
-        (changed(config, seed=1), "auto"),
+        (changed(config, train={"log_every": 2}), "auto"),
         (changed(config), "never"),
         (changed(config, checkpoint={"every": None}), "auto"),
     ):
