@@ -28,14 +28,11 @@ beartype_packages(PACKAGES, conf=BeartypeConf(is_pep484_tower=True))  # an int w
 install_import_hook(SHAPED, "beartype.beartype")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Programs that are equal are compiled once in a session: many pipelines over the same tiny stacks."""
+    """Programs that are equal are compiled once in a session, by whichever of its workers comes first."""
     session = tmp_path_factory.getbasetemp()
     shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # by all workers of the session
     jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
