@@ -19,10 +19,10 @@ from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
 from train.preemption import Preemption
 from train.progress import Reporter
-from train.resume import Resume, Resumed
+from train.resume import VERSIONS, Resume, Resumed
 from train.resume import find as find_resumed
 from train.run_folder import RunFolder
-from train.starting import VERSIONS, begin, go_on, make_folder, starting_params, tell_resumed
+from train.starting import begin, go_on, make_folder, starting_params, tell_resumed
 from train.summary import Summary, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line

@@ -23,6 +23,10 @@ Resume = Literal["auto", "must", "never"]
 """Whether to resume: where the run's folder holds a checkpoint; or refuse to begin anew; or refuse a folder that holds a run."""
 
 
+VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
+"""The libraries whose versions a checkpoint says."""
+
+
 class Facts(pydantic.BaseModel):
     """What a checkpoint says of its run.
 
@@ -72,9 +76,10 @@ class Resumed:
         changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
         return (["plan"] if plans[0] != plans[1] else []) + changed
 
-    def is_of_other(self, name: str, version: str) -> bool:
-        """Whether it was written with another version of this library."""
-        return self.facts.versions.get(name, version) != version
+    def other_versions(self) -> list[str]:
+        """`JAX 0.10.1, now 0.10.2`: of each library that was another one when it was written."""
+        then = self.facts.versions
+        return [f"{name} {then[name]}, now {now}" for name, now in VERSIONS.items() if then.get(name, now) != now]
 
     def rows(self) -> str:
         """The lines of `metrics.jsonl` of the steps before.

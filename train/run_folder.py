@@ -68,12 +68,14 @@ class RunFolder:
                     for name in _FILES:
                         (self.path / name).unlink(missing_ok=True)
                 if any((self.path / name).exists() for name in _FILES) or self._has_checkpoints():
-                    raise InputError(
-                        f"run.dir: expected a new or empty folder, found another run in '{self.path}'; "
-                        "choose another, or move that run away"
-                    )
+                    raise _occupied(self.path)
+                try:  # also where the file system has no locks, one of two runs started at once is refused
+                    (self.path / METRICS).touch(exist_ok=False)
+                except FileExistsError:
+                    raise _occupied(self.path) from None
                 for name in (*_FILES, _JOB):
                     undo.callback(_try, (self.path / name).unlink)
+                undo.callback(self._close)
                 self._open("")
                 prepare(self.path)
 
@@ -113,9 +115,12 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._close()
+        self._lock.close()
+
+    def _close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        self._lock.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[contextlib.ExitStack]:
@@ -129,11 +134,11 @@ class RunFolder:
             undo.pop_all()
 
     def _open(self, rows: str) -> None:
-        write_atomically(self.path / METRICS, rows)
-        if job := os.environ.get(JOB):
-            write_atomically(self.path / _JOB, job)
         for name, text in self._texts.items():
             write_atomically(self.path / name, text)
+        if job := os.environ.get(JOB):
+            write_atomically(self.path / _JOB, job)
+        write_atomically(self.path / METRICS, rows)
         self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
 
     def _ended_early(self, config: Config) -> bool:
@@ -236,3 +241,7 @@ def _try(action: Callable[[], None]) -> None:
     """Clear away what is there; the failure that led here is the one to be told."""
     with contextlib.suppress(OSError):
         action()
+
+
+def _occupied(path: Path) -> InputError:
+    return InputError(f"run.dir: expected a new or empty folder, found another run in '{path}'; choose another, or move that run away")

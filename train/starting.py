@@ -13,14 +13,12 @@ from train.resume import Resume, Resumed
 from train.run_folder import RunFolder
 from train.together import Together
 
-VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
-
 
 def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
     """Where the run goes on, and what is not as it was."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
-    if others := [f"{name} {resumed.facts.versions[name]}, now {now}" for name, now in VERSIONS.items() if resumed.is_of_other(name, now)]:
+    if others := resumed.other_versions():
         reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ in their last bits")
 
 

@@ -85,7 +85,7 @@ def test_every_schedule_is_proved_and_holds_as_many_versions_as_the_table_says(f
             assert most == versions_alive(plan, s)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3))
 def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start):
     plan = Plan.even(**fields)
@@ -100,7 +100,7 @@ def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields,
         assert not parts[-1].instructions
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=60)
 @given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5))
 def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second):
     plan = Plan.even(**fields)

@@ -99,6 +99,20 @@ def test_what_one_process_cannot_write_is_not_waited_for(two, tmp_path, monkeypa
     assert {process.waits[0] for process in processes} == {("a checkpoint to be written", 600.0)}, "the others may wait that long for it"
 
 
+def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(two, tmp_path, monkeypatch):
+    def stays(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_files, "prune", stays)
+    made, _, said = two("train")
+    begin_to_save(made, 2)
+    for one in made:
+        one.finish()
+        one.close()
+    assert said == ["an old checkpoint could not be removed: Permission denied; the run goes on, the last good one is of step 2"]
+    assert checkpoint_files.steps(tmp_path) == [2]
+
+
 def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(two, monkeypatch):
     made, _, _ = two("stop")
     begin_to_save(made, 2)

@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import os
+import stat
 from pathlib import Path
 
 import jax
@@ -14,6 +16,8 @@ from tests.train.test_loop import changed, rows_of
 from train import checkpoint_files, checkpoints, loop
 from train.launch import JOB
 from train.metrics_log import RunStopped
+from train.resume import Facts, Resumed
+from train.run_folder import RunFolder, write_atomically
 
 
 class Killed(Exception):
@@ -216,6 +220,47 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeyp
     assert files_of(folder) == before
     assert [row["step"] for row in rows_of(loop.main(changed(config)).folder)] == list(range(4))
     assert "ended before its first checkpoint; it begins anew" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_there_are_no_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatch):
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
+
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == ".lock" or path.is_dir())  # as the other one looked a moment ago
+    with RunFolder(changed(saved), plan), pytest.raises(InputError, match="found another run in"):
+        RunFolder(changed(saved), plan)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved):
+    folder = Path(saved["run"]["dir"])
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()
+    with pytest.raises(InputError, match="checkpoints: expected a folder to write checkpoints to"):
+        loop.main(changed(saved))
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+
+
+def test_what_other_versions_wrote_is_told(tmp_path):
+    versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
+    facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=versions)
+    assert Resumed(tmp_path, 3, facts).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+
+    def noted(number):
+        done.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("name") or replace(*paths))
+    write_atomically(tmp_path / "text", "words")
+    assert done == ["file", "name", "folder"]
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_two_at_once_do_not_train_in_one_folder(saved):
