@@ -14,8 +14,6 @@ from train.config import Config
 from train.resume import find
 from train.together import Together
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):

@@ -11,8 +11,6 @@ from jpipe._program import SumSquares, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_close, check_equal, train, train_as_one_function
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STACK = models.rich_stack()
 M = 3
 FLUSHING = ["naive", "gpipe", "pipedream_flush"]

@@ -15,7 +15,7 @@ from jpipe._program import Update
 from tests.jpipe.models import batches_of, momentum, plain_stack, squares
 from tests.jpipe.running import check_equal, train
 
-pytestmark = pytest.mark.usefixtures("lenient", "compiled_once")
+pytestmark = pytest.mark.usefixtures("lenient")
 
 
 def squares32(y, labels):

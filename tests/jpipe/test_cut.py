@@ -65,7 +65,7 @@ def trained(pipe, state, batches, cuts=()):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_run_from_a_cut_is_the_run_that_went_on(name, compiled_once):
+def test_a_run_from_a_cut_is_the_run_that_went_on(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
     losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
@@ -81,7 +81,7 @@ def test_a_run_from_a_cut_is_the_run_that_went_on(name, compiled_once):
 
 
 @pytest.mark.parametrize("name", ["vertical sync", "2BW", "pipedream, one microbatch"])
-def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(name, compiled_once):
+def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
     *_, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
@@ -96,7 +96,7 @@ def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(na
 
 
 @pytest.mark.parametrize("name", ["gpipe", "2BW", "3-1-2, own updates"])
-def test_a_cut_changes_nothing(name, compiled_once):
+def test_a_cut_changes_nothing(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
     state = running.fresh(pipe, batches)
@@ -112,7 +112,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1"])
-def test_a_run_goes_on_under_any_other_plan(first, compiled_once):
+def test_a_run_goes_on_under_any_other_plan(first):
     """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
     plan = plan_of(PLANS[first])
     pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)

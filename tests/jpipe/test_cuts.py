@@ -8,7 +8,7 @@ from jpipe import Pipeline
 from tests.jpipe import models
 from tests.jpipe.running import check_close, train
 
-pytestmark = pytest.mark.usefixtures("compiled_once", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 STACK = models.rich_stack()
 M = 3
@@ -16,7 +16,7 @@ BATCHES = models.masked_batches(4, M, dtype=np.float64)
 
 
 @pytest.fixture(scope="module")
-def uncut(compiled_once):
+def uncut():
     with jax.enable_x64(True):
         return trained((4,), "naive")
 

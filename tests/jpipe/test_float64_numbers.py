@@ -10,7 +10,7 @@ from jpipe import Layer, LayerStack, Pipeline, Plan
 from tests.jpipe import models
 from tests.jpipe.running import check_close, train, train_as_one_function
 
-pytestmark = pytest.mark.usefixtures("compiled_once", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 STACK = models.rich_stack()
 

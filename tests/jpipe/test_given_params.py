@@ -10,8 +10,6 @@ from tests.jpipe import models, running
 
 BATCHES = models.batches_of(3, models.ROWS * 2)
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def pipeline(**fields):
     stack = models.plain_stack(2)

@@ -16,8 +16,6 @@ from jpipe import InputError, Layer, LayerStack, Pipeline, Plan
 from tests.jpipe import models
 from tests.jpipe.running import check_against_reference, check_close, check_equal, fresh, layer_state, train, train_as_one_function
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 class LinenBlock(linen.Module):
     width: int

@@ -65,7 +65,7 @@ def measured_and_predicted(plan) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_measured_peak_is_predicted(variant, recompute, compiled_once):
+def test_measured_peak_is_predicted(variant, recompute):
     measured, predicted = measured_and_predicted(
         Plan.even(STACK.ids, 4, microbatches=MICROBATCHES, recompute=recompute, **VARIANTS[variant])
     )
@@ -73,12 +73,12 @@ def test_measured_peak_is_predicted(variant, recompute, compiled_once):
     np.testing.assert_allclose(measured, predicted, atol=64)  # nearer still: but for a few scalars it is exact
 
 
-def test_measured_peak_of_replicas_that_flush_is_predicted(compiled_once):
+def test_measured_peak_of_replicas_that_flush_is_predicted():
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream_flush", MICROBATCHES, replicas=(2, 2, 1)))
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-def test_measured_peak_of_round_robin_is_predicted_but_for_a_message(compiled_once):
+def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     """A step takes what it can still get before it ends, the next batch's input comes after that: a message may wait longer."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))
     message = ROWS * WIDTH * 4

@@ -11,8 +11,6 @@ from jpipe._program import Backward, Forward, ForwardBackward, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh, layer_state, train
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STACK = models.rich_stack()
 M = 4
 COMPUTATIONS = (Forward, Backward, ForwardBackward)

@@ -9,8 +9,6 @@ from jpipe import Layer, LayerStack, Pipeline, Plan
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def drawing() -> Layer:
     """Adds a random number to its input and has a parameter that does nothing."""

@@ -7,8 +7,6 @@ from jpipe import Pipeline
 from tests.jpipe import models
 from tests.jpipe.running import check_close, train, train_as_one_function
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STACK = models.rich_stack()
 M = 3
 POLICIES = ("full", "dots_saveable", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable")

@@ -16,7 +16,7 @@ from jpipe import LayerStack, Pipeline, Plan
 from tests.jpipe import models
 from tests.jpipe.running import KEY, check_close, fresh, train, train_as_one_function
 
-pytestmark = pytest.mark.usefixtures("compiled_once", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 # No layer state: what each replica's forwards make of it, or their mean, is not what one sequence of forwards makes.
 STACK = LayerStack({"first": models.dense(), "noise": models.noisy(), "mix": models.dense(4), "out": models.dense()})

@@ -8,8 +8,6 @@ from jpipe import Plan
 from tests.jpipe import models
 from tests.jpipe.running import check_against_reference
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STACK = models.rich_stack()
 ROUND_ROBIN = [(2, 1, 1), (3, 2), (1, 3), (2, 3, 1), (15, 1), (1, 2, 1, 2), (3,)]
 

@@ -8,8 +8,6 @@ from jpipe import Plan
 from tests.jpipe import models
 from tests.jpipe.running import REFERENCE_BATCHES, check_against_reference
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STACK = models.rich_stack()
 
 CASES = [

@@ -18,8 +18,6 @@ from jpipe._trace import _Watcher
 from tests.jpipe import models
 from tests.jpipe.running import check_equal
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 M = 4
 
 

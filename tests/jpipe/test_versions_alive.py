@@ -9,8 +9,6 @@ from jpipe import LayerStack, Pipeline, Plan
 from tests.jpipe import models
 from tests.jpipe.running import fresh
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 WIDTHS = (13, 17, 19, 23)  # of the stages: every stage's matrix has a shape that nothing else has
 STACK = LayerStack({f"layer{w}": models.dense(w) for w in WIDTHS})
 

@@ -24,8 +24,6 @@ from jpipe._optimizer import find_layerwise
 from train import cli, gpt, run_folder
 from train.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 ROOT = Path(__file__).parents[2]
 COMPILATIONS = []
 jax.monitoring.register_event_duration_secs_listener(

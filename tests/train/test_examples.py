@@ -10,7 +10,7 @@ import pytest
 
 from train import cli
 
-pytestmark = pytest.mark.usefixtures("compiled_once", "as_a_reader_has_it")
+pytestmark = pytest.mark.usefixtures("as_a_reader_has_it")
 
 ROOT = Path(__file__).parents[2]
 STEPS = {"mlp": 120, "conv_skips": 40, "lstm_dropout": 12, "linen_model": 60}

@@ -22,11 +22,9 @@ from train.together import Together
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 STEPS = 40
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, compiled_once) -> types.SimpleNamespace:
+def home(tmp_path_factory) -> types.SimpleNamespace:
     """A run with two checkpoints, what it came to, and its export; nothing writes to it."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text.txt").write_bytes(SENTENCE * 100)

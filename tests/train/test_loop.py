@@ -25,8 +25,6 @@ from train.run_folder import RunFolder
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def rows_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

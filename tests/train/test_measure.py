@@ -14,8 +14,6 @@ from train import build, gather, loop
 from train.measure import Measure
 from train.progress import Reporter
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 class Recorded(jpipe.Tracer):
     """In place of a tracer: nothing is measured."""

@@ -127,7 +127,6 @@ def saved(tiny, monkeypatch):
     return tiny | {"checkpoint": {"every": 100}, "train": train, "plan": plan, "model": tiny["model"] | {"dropout": 0.3}}
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:
@@ -151,7 +150,6 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
     def write(folder, step, layers, process):
         raise OSError(28, "No space left on device")
@@ -173,7 +171,6 @@ def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM came; not starting again\n" if expected else "")
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = changed(saved, train={"steps": 10**6, "eval_every": 10**6})

@@ -51,9 +51,6 @@ def weights_of(folder: Path):
     return checkpoint_files.read_layers(folder, checkpoint_files.steps(folder)[-1])
 
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
-
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """It takes longer than the run."""
