@@ -25,6 +25,7 @@ from train.preemption import Preemption
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds, for what takes ten
+ENDLESS = 10**6  # steps, of a run that a signal ends
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +132,7 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:
         preempt_at(patched, 2)
-        first = loop.main(changed(saved))
+        first = loop.main(changed(saved, train={"steps": ENDLESS}))  # however long the checkpoint takes
     assert (first.steps, first.val_loss_after) == (4, None)
     assert checkpoint_files.steps(first.folder) == [4]
     assert f"stopped by SIGTERM; the checkpoint of step 4 is written, and the same command with --set run.dir={first.folder}" in " ".join(
@@ -157,7 +158,7 @@ def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
     preempt_at(monkeypatch, 1)
     monkeypatch.setattr(checkpoint_files, "write_layers", write)
     with pytest.raises(RunStopped, match="stopped by SIGTERM; the checkpoint of step 3 could not be written"):
-        loop.main(changed(saved, checkpoint={"on_full_disk": "train"}))
+        loop.main(changed(saved, checkpoint={"on_full_disk": "train"}, train={"steps": ENDLESS}))
 
 
 def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
@@ -173,7 +174,7 @@ def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
 
 def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = changed(saved, train={"steps": 10**6, "eval_every": 10**6})
+    config = changed(saved, train={"steps": ENDLESS, "eval_every": ENDLESS})
     Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
     with by_hand(*[["train", "config.yaml"]] * 2) as processes:
@@ -186,7 +187,7 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
     assert [process.returncode for process in processes] == [0, 0], told
     step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", told[0][0])[1])
     assert checkpoint_files.steps(metrics.parent) == [step]
-    more = {"steps": step + 3, "eval_every": 10**6}
+    more = {"steps": step + 3, "eval_every": ENDLESS}
     parts = loop.main(changed(saved, train=more), resume="must")
     whole = loop.main(changed(saved, train=more, run={"dir": str(tmp_path / "whole")}))
     assert rows_of(parts.folder) == rows_of(whole.folder)
