@@ -144,6 +144,7 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
         parts = loop.main(changed(saved))
     assert "resumes at step 4" in capsys.readouterr().out
     assert rows_of(parts.folder) == rows_of(whole.folder)
+    assert (parts.folder / "report.html").exists(), "the run came to its own end"
     assert (parts.steps, parts.val_loss_before, parts.val_loss_after) == (12, whole.val_loss_before, whole.val_loss_after)
     assert checkpoint_files.steps(parts.folder) == [4, 12]
     found, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
