@@ -5,9 +5,7 @@
 """
 
 import argparse
-import json
 import pathlib
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +13,29 @@ from typing import Any
 import jax
 
 import jpipe
+from benchmarks import parts
 from benchmarks.faults import cost, damage, kills, plans
-from benchmarks.machine import describe, make_cpu_devices
+from benchmarks.machine import make_cpu_devices
 
-PARTS: dict[str, Callable[[pathlib.Path, argparse.Namespace], Any]] = {
-    "kills": lambda folder, options: kills.main(folder, options.runs, options.seed, options.kinds),
-    "damage": lambda folder, options: damage.main(folder, options.damages, options.seed),
-    "pairs": lambda folder, options: plans.pairs(folder),
-    "processes": lambda folder, options: plans.by_processes(folder),
-    "cost": lambda folder, options: cost.main(folder, options.rounds),
+Part = Callable[[argparse.Namespace], Any]
+
+
+def in_a_folder(part: Callable[[pathlib.Path, argparse.Namespace], Any]) -> Part:
+    """A part that has a temporary folder to write in."""
+
+    def run(options: argparse.Namespace) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return part(pathlib.Path(folder), options)
+
+    return run
+
+
+PARTS: dict[str, Part] = {
+    "kills": in_a_folder(lambda folder, options: kills.main(folder, options.runs, options.seed, options.kinds)),
+    "damage": in_a_folder(lambda folder, options: damage.main(folder, options.damages, options.seed)),
+    "pairs": in_a_folder(lambda folder, options: plans.pairs(folder)),
+    "processes": in_a_folder(lambda folder, options: plans.by_processes(folder)),
+    "cost": in_a_folder(lambda folder, options: cost.main(folder, options.rounds)),
 }
 
 
@@ -34,24 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run, by default all: {', '.join(PARTS)}")
     parser.add_argument("--runs", type=int, default=50, help="that are killed, of each kind (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", default=list(kills.KINDS), choices=list(kills.KINDS), help="that are killed (default: all)")
     parser.add_argument("--damages", type=int, default=20, help="of checkpoints (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="of steps with and without checkpoints (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is random (default: %(default)s)")
-    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/faults.json"), help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in PARTS]:
-        parser.error(f"unknown part '{unknown[0]}'; known: {', '.join(PARTS)}")
-    results: dict[str, Any] = {"machine": describe()}
-    print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
-    for name in options.names or PARTS:
-        print(f"\n{name}\n", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = PARTS[name](pathlib.Path(folder), options)
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(f"\nwritten to {options.json}", file=sys.stderr)
+    parts.run(parser, PARTS, "benchmarks/faults.json", arguments)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_invented_models_are_cut(monkeypatch):
 
 
 def test_parts_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "PARTS", {"one": lambda: [{"seconds": 1.0}], "other": lambda: pytest.fail("was not asked for")})
+    monkeypatch.setattr(bench, "PARTS", {"one": lambda _: [{"seconds": 1.0}], "other": lambda _: pytest.fail("was not asked for")})
     bench.main(["one", "--json", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["one"] == [{"seconds": 1.0}]
