@@ -102,9 +102,10 @@ def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: 
 
 
 def last_words(folder: Path) -> str:
-    """The last line that a run in this folder printed."""
-    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+    """What the launcher itself said of a run in this folder; or the last line that was printed, if it said nothing."""
+    lines = [line.strip() for line in (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    own = [line.removeprefix("jpipe: ") for line in lines if line.startswith("jpipe: ")]
+    return "; then ".join(own or lines[-1:]) or "nothing"
 
 
 def end_of(run: Path) -> End:
