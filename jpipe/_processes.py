@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jpipe._channel import Channel, JaxStore, Limits, Store
 from jpipe._desk import Beat, Message
 from jpipe._errors import InputError
+from jpipe._main_thread import main_thread_calls
 
 _NUMBERS = 65536  # that wait to be read; where nobody reads them the oldest go
 _END = "the end"  # where all meet last
@@ -272,13 +273,12 @@ class Processes:
             wait.beats += 1
         seen, self._seen = self._seen, self._progress() + self._calls
         self._still = self._still + 1 if self._seen == seen else 0
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        calls = [f"{os.path.basename(f.f_code.co_filename)}:{line} ({f.f_code.co_name})" for f, line in traceback.walk_stack(frame)]
+        place = " called by ".join(main_thread_calls()[:3])
         longest = self._longest_wait()
         if longest is None:
-            return Beat(" called by ".join(calls[:3]), still=self._still * self._limits.beat)
+            return Beat(place, still=self._still * self._limits.beat)
         seconds, still = longest.beats * self._limits.beat, self._still * self._limits.beat
-        return Beat(" called by ".join(calls[:3]), str(longest.what)[:500], longest.on, seconds, longest.limit, still)
+        return Beat(place, str(longest.what)[:500], longest.on, seconds, longest.limit, still)
 
     def _longest_wait(self) -> _Wait | None:
         return max(list(self._waits.values()), key=lambda wait: wait.beats, default=None)
