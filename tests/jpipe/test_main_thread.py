@@ -21,6 +21,7 @@ def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
     assert threading.current_thread() is threading.main_thread()
     names = [call.partition(" ")[2] for call in calls]
     assert names.index("(ask)") + 1 == names.index("(test_the_calls_are_those_of_the_main_thread_the_innermost_first)")
+    assert "(main_thread_calls)" not in names, "those of the thread that asks are not among them"
     assert calls[names.index("(ask)")].startswith("test_main_thread.py:")
     assert any(call.endswith("(test_the_calls_are_those_of_the_main_thread_the_innermost_first)") for call in main_thread_calls()), (
         "by itself"
