@@ -123,10 +123,11 @@ class _Part:
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             plain["state"] = to_plain(self._state[layer_id])
         for number, ((then, summed), at) in enumerate(self._late):
+            assert at is not None
             totals = iter(summed)
             for layer_id in sorted(then):  # as the leaves of a dict come
                 if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
-                    late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at)}
+                    late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at - self._first)}
                     found[layer_id].setdefault("late", {})[str(number)] = late
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
@@ -140,10 +141,10 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
     return layer_id if replica.isdecimal() and layer_id in ids else None
 
 
-def restored_worker(
-    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
-) -> WorkerState:
-    """A worker as it is where nothing is in flight before `batch`, with the arrays of a cut.
+def fitting(
+    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
+) -> tuple[dict[int, Tree], Tree, Tree]:
+    """What a worker takes from a cut: weights by version, optimizer state and layer state, the arrays as they are there.
 
     A version that the cut has not is replaced by the newest.
 
@@ -153,9 +154,7 @@ def restored_worker(
         f: of its stage.
         layers: the layers of its stage at least, as from `Cut.layers`, with any arrays.
         batch: where the run begins.
-        key: the random key of the run.
-        device: where the worker runs.
-        fresh: begin with new optimizer state.
+        fresh: leave the optimizer state out.
 
     Raises:
         InputError: a layer is not there, or is of another shape.
@@ -177,9 +176,8 @@ def restored_worker(
         return from_plain(f.specs.state[layer_id], own.get("state", {}), f"checkpoint: layer '{layer_id}', state")
 
     versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
-    if fresh:
-        optimizer = jax.jit(f.init_optimizer)(versions[newest])
-    else:
+    optimizer = None
+    if not fresh:
         specs = jax.eval_shape(f.init_optimizer, f.specs.params)
         optimizer = {
             layer_id: from_plain(
@@ -187,14 +185,40 @@ def restored_worker(
             )
             for layer_id in ids
         }
-    state = {layer_id: state_of(layer_id) for layer_id in ids}
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}
+
+
+def restored_worker(
+    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
+) -> WorkerState:
+    """A worker as it is where nothing is in flight before `batch`, with the arrays of a cut.
+
+    Args:
+        plan: what is to run.
+        worker: which one.
+        f: of its stage.
+        layers: as in `fitting`.
+        batch: where the run begins.
+        key: the random key of the run.
+        device: where the worker runs.
+        fresh: begin with new optimizer state.
+
+    Raises:
+        InputError: as `fitting`.
+    """
+    s, replica = plan.workers[worker]
+    versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
+    if fresh:
+        optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
     sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(f.zero_sums, f.specs.params))
-    placed = jax.device_put((versions, optimizer, state, sums, _late_means(plan, s, replica, f, layers), key), device)
+    placed = jax.device_put((versions, optimizer, state, sums, _late_means(plan, s, replica, f, layers, batch), key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 
 
-def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain]) -> dict[tuple[str, int], Tree]:
+def _late_means(
+    plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int
+) -> dict[tuple[str, int], Tree]:
     """By forward the means of layer state that the replica takes in ahead of it, for updates that were done; none under other replicas."""
     ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
     if not f.averages_state or any(_replicas(layers, layer_id) != plan.replicas[s] for layer_id in ids):
@@ -210,7 +234,8 @@ def _late_means(plan: Plan, s: int, replica: int, f: StageFunctions, layers: Map
             for layer_id, spec in f.specs.state.items()
         }
         total = [of_layer[layer_id]["total"][str(n)] for layer_id in ids for n in range(len(floats_of(f.specs.state[layer_id])))]
-        found.setdefault(("late", int(of_layer[ids[0]]["microbatch"])), []).append((then, total))
+        at = batch * plan.microbatches + int(of_layer[ids[0]]["microbatch"])
+        found.setdefault(("late", at), []).append((then, total))
     return found
 
 

@@ -15,7 +15,7 @@ from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
 from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
 from jpipe._costs import StageCost, measure_bytes
-from jpipe._cut import Cut, restored_worker
+from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
 from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
 from jpipe._lower import lower_evaluation
@@ -178,6 +178,23 @@ class Pipeline:
         )
         self._meet()
         return State(workers, at, at)
+
+    def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
+        """Refuse the layers that `restore` would refuse; nothing is compiled, and no other process is waited for.
+
+        Args:
+            batch: (inputs, labels); only shapes and dtypes are used.
+            layers: from `Cut.layers`, those of the layers of this process's workers at least.
+            at: the batch of the cut.
+            fresh_optimizer: whatever the optimizer state is, it will not be used.
+
+        Raises:
+            InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
+        """
+        functions = self._functions(batch)
+        for w, (s, _) in enumerate(self.plan.workers):
+            if self._is_here(w):
+                fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
 
     def cut(self, batch: int) -> Cut:
         """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first."""

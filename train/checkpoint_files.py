@@ -10,19 +10,19 @@ A checkpoint of the run in folder RUN, after 40 batches and by two processes, is
 Everything below a marker is what was written then, or is told as damaged. A folder without a marker is unfinished.
 """
 
-import errno
+import contextlib
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
 from train.checkpoint_records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
 from train.orbax_item import Tree, item_specs, read_item, write_item
-from train.run_folder import write_atomically
+from train.run_folder import to_disk, write_atomically
 
 
 def begin(folder: Path, step: int | None) -> None:
@@ -38,7 +38,10 @@ def begin(folder: Path, step: int | None) -> None:
         InputError: the folder cannot be written, or holds what a run from nothing would remove.
     """
     place = folder / "checkpoints"
-    _make(place)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{place}: expected a folder to write checkpoints to, found {error.strerror}; choose another run.dir") from None
     if step is None and (found := steps(folder)):
         raise InputError(
             f"{place}: expected no checkpoint where a run begins, found that of step {found[-1]}; resume, or choose another run.dir"
@@ -67,16 +70,18 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         The bytes of its files.
 
     Raises:
-        InputError: the folder cannot be written.
         OSError: the disk is full, say.
     """
     place = _place(folder, step)
-    _make(place)
+    place.mkdir(parents=True, exist_ok=True)
     _remove_item(place, process)
     try:
         item = place / f"process-{process}"
         write_item(item, layers)
-        files = {path.relative_to(item).as_posix(): describe(path) for path in sorted(item.rglob("*")) if path.is_file()}
+        written = sorted(item.rglob("*"))
+        files = {path.relative_to(item).as_posix(): describe(path) for path in written if path.is_file()}
+        for path in (*written, item, place.parent, folder):  # Orbax leaves that to the system, for half a minute
+            to_disk(path)
         whole = Item(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", whole.model_dump_json(indent=1))
     except BaseException:
@@ -85,43 +90,56 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     return sum(file.size for file in files.values())
 
 
-def complete(
-    folder: Path,
-    step: int,
-    processes: int,
-    facts: Any,
-    limit: float,
-    rows: bytes = b"",
-    failed: Callable[[], Sequence[int]] = lambda: (),
-) -> None:
-    """Wait until the parts of all processes are whole, then write the marker; process 0 calls this.
+def gather(folder: Path, step: int, processes: int, limit: float, failed: Callable[[], Collection[int]] = lambda: ()) -> list[int]:
+    """Wait until each process has written its part or cannot; process 0 calls this.
 
     Args:
         folder: the run's, which all processes share.
         step: as in `write_layers`.
         processes: how many write a part.
-        facts: anything that JSON can say, to be read with `read_facts`.
         limit: seconds to wait.
-        rows: of the run's metrics so far; some of later steps may be among them.
         failed: gives the processes whose parts will not come.
+
+    Returns:
+        Those that could not.
 
     Raises:
         TimeoutError: some parts did not come; it names them.
-        OSError: the disk is full, say; or a process could not write its part.
     """
     place = _place(folder, step)
-    names = [f"process-{process}.json" for process in range(processes)]
     end = time.monotonic() + limit
-    while missing := [name for name in names if not (place / name).exists()]:
-        if without := failed():
-            _remove_item(place, 0)  # the disk may be full
-            raise OSError(errno.EIO, f"process {without[0]} could not write its part")
+    while True:
+        without = failed()
+        missing = [name for process, name in enumerate(_item_names(processes)) if process not in without and not (place / name).exists()]
+        if not missing:
+            return sorted(without)
         if time.monotonic() > end:
             raise TimeoutError(f"{place}: waited {limit:g} s for {', '.join(missing)}")
         time.sleep(0.02)
-    items = {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names}
+
+
+def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = b"") -> None:
+    """Write the marker, now that the parts of all processes are there; process 0 calls this.
+
+    Args:
+        folder: the run's.
+        step: as in `write_layers`.
+        processes: how many have written a part.
+        facts: anything that JSON can say, to be read with `read_facts`.
+        rows: of the run's metrics so far; some of later steps may be among them.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    place = _place(folder, step)
+    items = {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in _item_names(processes)}
     write_atomically(place / ROWS, rows)
     write_atomically(place / MARKER, marker_text(step, items, hashlib.sha256(rows).hexdigest(), facts))
+
+
+def discard(folder: Path, step: int) -> None:
+    """Remove what there is of a checkpoint that will not be complete, as far as that can be; nobody may be writing it."""
+    shutil.rmtree(_place(folder, step), ignore_errors=True)
 
 
 def steps(folder: Path) -> list[int]:
@@ -210,7 +228,11 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
         Damaged: a file that says which layers there are is missing, cut off or changed.
     """
     place = _place(folder, step)
-    return {layer: tree for name in read_items(place, read_marker(place, step)) for layer, tree in item_specs(place / name).items()}
+    found: dict[str, Tree] = {}
+    for name in read_items(place, read_marker(place, step)):
+        with _read_by_orbax(place / name):
+            found |= item_specs(place / name)
+    return found
 
 
 def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> dict[str, Tree]:
@@ -239,10 +261,8 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
     found: dict[str, Tree] = {}
     for name in dict.fromkeys(owner[layer] for layer in wanted):
         verify_item(place / name, items[name])
-        try:
+        with _read_by_orbax(place / name):
             found |= read_item(place / name, [layer for layer in wanted if owner[layer] == name])
-        except Exception as error:  # its files are those of the hashes: whoever wrote them, it was not jpipe
-            raise Damaged(place / name, f"cannot be read by Orbax ({type(error).__name__})") from error
     return {layer: found[layer] for layer in wanted}
 
 
@@ -295,6 +315,18 @@ def _place(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"{step:08d}"
 
 
+@contextlib.contextmanager
+def _read_by_orbax(item: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # where its files are those of the hashes, whoever wrote them, it was not jpipe
+        raise Damaged(item, f"cannot be read by Orbax ({type(error).__name__})") from error
+
+
+def _item_names(processes: int) -> list[str]:
+    return [f"process-{process}.json" for process in range(processes)]
+
+
 def _numbers(folder: Path) -> list[int]:
     """The steps of all checkpoints, unfinished ones too, ascending."""
     try:
@@ -302,15 +334,6 @@ def _numbers(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):08d}" == name)
-
-
-def _make(place: Path) -> None:
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise InputError(f"{place}: expected a folder to write checkpoints to, found {error.strerror}; choose another run.dir") from None
 
 
 def _remove(place: Path) -> None:

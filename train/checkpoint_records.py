@@ -1,7 +1,10 @@
 """What the JSON files of a checkpoint say, and whether its files are still what they say (train/checkpoint_files.py shows the folder)."""
 
+import contextlib
+import errno
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -131,6 +134,7 @@ def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
 
     Raises:
         Damaged: one is missing, cut off or changed.
+        InputError: one may not be read.
     """
     for name, file in item.files.items():
         inside = PurePosixPath(name)
@@ -142,7 +146,9 @@ def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
         size = path.stat().st_size
         if size < file.size:
             raise Damaged(path, f"is cut off, {size:,} of {file.size:,} bytes are left")
-        if size > file.size or (contents and describe(path) != file):
+        with _reading(path):
+            same = size == file.size and (not contents or describe(path) == file)
+        if not same:
             raise _changed(path)
 
 
@@ -150,23 +156,29 @@ def describe(path: Path) -> File:
     """Size and hash of a file.
 
     Raises:
-        Damaged: it cannot be read.
+        OSError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            return File(size=file.tell(), sha256=sha256)
-    except OSError as error:
-        raise Damaged(path, f"cannot be read ({error.strerror})") from None
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return File(size=file.tell(), sha256=sha256)
 
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
         raise Damaged(path, "is missing")
-    try:
+    with _reading(path):
         return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A disk that has lost a file has damaged it; one that may not be read, or not now, is as good as it was."""
+    try:
+        yield
     except OSError as error:
-        raise Damaged(path, f"cannot be read ({error.strerror})") from None
+        if error.errno == errno.EIO:
+            raise Damaged(path, f"cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable, and try again") from None
 
 
 def _read_whole(path: Path, digest: str) -> bytes:

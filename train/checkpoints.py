@@ -1,5 +1,6 @@
 """Checkpoints of a run, taken and written while it goes on."""
 
+import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import jpipe
 from train.config import CheckpointConfig
-from train.run_folder import METRICS
 from train.together import Together
 
 Observer = Callable[[jpipe.Event], None]
@@ -32,6 +32,7 @@ class Checkpoints:
         steps: of the run.
         together: the processes of the run.
         facts: what else a checkpoint says, whatever its batch.
+        rows: gives those of the run so far; process 0 is asked.
         say: is told, in process 0, what went wrong.
     """
 
@@ -43,9 +44,11 @@ class Checkpoints:
         steps: int,
         together: Together,
         facts: Mapping[str, Any],
+        rows: Callable[[], bytes],
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._pipe, self._folder, self._steps, self._facts, self._say = config, pipe, folder, steps, facts, say
+        self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
+        self._facts, self._rows, self._say = facts, rows, say
         self._together, self._processes = together, together.processes
         self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
@@ -131,31 +134,46 @@ class Checkpoints:
     def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
         from train import checkpoint_files
 
-        step, index = cut.batch, self._together.index
+        problem: OSError | None = None
         try:
-            checkpoint_files.write_layers(self._folder, step, cut.layers(), index)
+            checkpoint_files.write_layers(self._folder, cut.batch, cut.layers(), self._together.index)
+        except OSError as error:
+            problem = error
+        if self._together.is_first:
+            self._complete(cut.batch, facts, problem)
+        elif problem is not None:
+            assert self._processes is not None
+            self._processes.tell(_lacks(cut.batch, self._together.index), [])  # process 0 waits for it
+            raise problem
+
+    def _complete(self, step: int, facts: Mapping[str, Any], problem: OSError | None) -> None:
+        """Say that it is complete, or clear it away: the disk may be full."""
+        from train import checkpoint_files
+
+        without = checkpoint_files.gather(self._folder, step, self._count, _PATIENCE, lambda: self._failed(step, problem))
+        try:
+            if problem is not None:
+                raise problem
+            if without:
+                raise OSError(errno.EIO, f"process {without[0]} could not write its part")
+            checkpoint_files.complete(self._folder, step, self._count, dict(facts), self._rows())
         except OSError:
-            if self._processes is not None:  # process 0 waits for it
-                self._processes.tell(_lacks(step, index), [])
+            checkpoint_files.discard(self._folder, step)
             raise
-        if index == 0:
-            rows = self._folder / METRICS
-            text = rows.read_bytes() if rows.exists() else b""
-            checkpoint_files.complete(self._folder, step, self._count, dict(facts), _PATIENCE, text, lambda: self._failed(step))
-            self.written = step
-            config = self._config
-            try:
-                checkpoint_files.prune(self._folder, config.keep, config.keep_every, config.keep_hours)
-            except OSError as error:
-                raise _NotRemoved(error.errno, error.strerror) from error
+        self.written = step
+        try:
+            checkpoint_files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
+        except OSError as error:
+            raise _NotRemoved(error.errno, error.strerror) from error
 
     @property
     def _count(self) -> int:
         return 1 if self._processes is None else self._processes.count
 
-    def _failed(self, step: int) -> list[int]:
-        """The processes that could not write their part, as far as they have said so."""
-        return [] if self._processes is None else [k for k in range(self._count) if self._processes.heard(_lacks(step, k))]
+    def _failed(self, step: int, problem: OSError | None) -> set[int]:
+        """The processes that could not write their part, as far as they have said so; the first, which asks, if it has a problem."""
+        heard = set() if self._processes is None else {k for k in range(1, self._count) if self._processes.heard(_lacks(step, k))}
+        return heard if problem is None else heard | {0}
 
 
 def _lacks(step: int, process: int) -> str:

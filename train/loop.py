@@ -22,7 +22,7 @@ from train.progress import Reporter
 from train.resume import VERSIONS, Resume, Resumed
 from train.resume import find as find_resumed
 from train.run_folder import RunFolder
-from train.starting import begin, go_on, make_folder, starting_params, tell_resumed
+from train.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
 from train.summary import Summary, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
@@ -110,6 +110,8 @@ def run(
     plan, several = pipe.plan, together.processes is not None
     with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
         interrupt.check()
+        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
+        together.alike(lambda: check_shared(config, path, together))
         reporter.say(
             f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}"
             + (f"; run folder: {folder.path}" if folder is not None else "")
@@ -126,10 +128,10 @@ def run(
             together.alike(lambda: None if folder is None else go_on(config, folder, resumed))
         every, traced = config.train.eval_every, config.train.trace_batches
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
-        log = MetricsLog(config.train, folder, tensorboard, reporter, measure, together)
-        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
+        log = MetricsLog(config, folder, tensorboard, reporter, measure, together)
         known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": VERSIONS}
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, reporter.say)
+        rows = (lambda: b"") if folder is None else folder.logged
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         ended = False
         try:

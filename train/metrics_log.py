@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jpipe
-from train.config import TrainConfig
+from train.config import Config
 from train.measure import Measure
 from train.progress import Reporter
-from train.run_folder import RunFolder
+from train.run_folder import METRICS, RunFolder
 from train.tensorboard import TensorBoard
 from train.together import Together
 
@@ -25,18 +25,21 @@ class MetricsLog:
     """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen.
 
     In the processes that write nothing it reads the same losses, so that all stop at the same step.
+    Rows for which the disk has no room are kept, where the config says to go on without it, and written as soon as there is some.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         folder: RunFolder | None,
         tensorboard: TensorBoard | None,
         reporter: Reporter,
         measure: Measure,
         together: Together,
     ) -> None:
-        self._config = config
+        self._config = config.train
+        self._needs_disk = config.checkpoint.on_full_disk == "stop"
+        self._lacks_rows = False  # whether some are not on the disk, and that was told
         self._folder = folder
         self._tensorboard = tensorboard
         self._reporter = reporter
@@ -76,7 +79,7 @@ class MetricsLog:
                 row["val_loss"] = self._validation[step] = self._finite(step, "validation loss", mean_loss(self._validation[step]))
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
-                self._folder.log(row)  # first of all: what is told can be found there
+                self._log(self._folder, row)  # first of all: what is told can be found there
             self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
@@ -84,6 +87,20 @@ class MetricsLog:
             if logged and self._tensorboard is not None:
                 shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
+
+    def _log(self, folder: RunFolder, row: dict[str, int | float]) -> None:
+        try:
+            folder.log(row)
+        except OSError as error:
+            if self._needs_disk:
+                raise
+            if not self._lacks_rows:
+                self._reporter.say(f"'{folder.path / METRICS}' cannot be written: {error.strerror}; the run goes on, and keeps its rows")
+            self._lacks_rows = True
+        else:
+            if self._lacks_rows:
+                self._reporter.say(f"'{folder.path / METRICS}' has all rows again")
+            self._lacks_rows = False
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):

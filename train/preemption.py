@@ -6,6 +6,7 @@ limit of jpipe, and cannot even say who is missing. And its handler takes every 
 one that compiles should end at once; the second one, too.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -37,7 +38,8 @@ class Preemption:
 
     def __init__(self, processes: jpipe.Processes | None, *, saves: bool) -> None:
         self._processes, self._saves = processes, saves
-        self._noted = self._passed_on = self._watches = False
+        self._noted = self._passed_on = False
+        self._wakes: tuple[int, int] | None = None  # what wakes the thread that counts signals, and what was in its place
         self._announced = False  # whether process 0 has decided on the step that comes
         self.cut: int | None = None
 
@@ -69,13 +71,18 @@ class Preemption:
         # What somebody else does about it stays: a program around this one, a shell that has it ignored.
         ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self._saves and ours:
-            self._watches = True
+            writer = _count_in_a_thread()
+            self._wakes = writer, signal.set_wakeup_fd(writer)
             signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._watches:
+        if self._wakes is not None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            writer, before = self._wakes
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            self._wakes = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
@@ -102,6 +109,26 @@ class Preemption:
         elif self._noted and not self._passed_on:
             self._passed_on = True
             processes.tell(_CAME, [])
+
+
+def _count_in_a_thread() -> int:
+    """A file descriptor for signals as they come; a thread ends the process at the second SIGTERM, until the descriptor is closed.
+
+    While the main thread waits in C, for a device, say, Python calls no handler, and takes two signals for one.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def count() -> None:
+        came = 0
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                came += number == bytes([signal.SIGTERM])
+                if came == 2:
+                    os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=count, name="signals", daemon=True).start()
+    return writer
 
 
 def _name(step: int) -> str:

@@ -57,11 +57,25 @@ class Resumed:
         folder: of the run.
         step: the batch that comes next.
         facts: of the checkpoint.
+        there: the steps of all complete checkpoints of the folder.
     """
 
     folder: Path
     step: int
     facts: Facts
+    there: tuple[int, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Refuse a folder in which another process has trained since this run was looked for; for the one that holds its lock.
+
+        Raises:
+            InputError: it has other checkpoints now.
+        """
+        from train import checkpoint_files
+
+        if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
+            last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
+            raise InputError(f"run.dir: another process has trained in '{self.folder}' meanwhile, {last} now; start again")
 
     @property
     def plan(self) -> jpipe.Plan:
@@ -124,10 +138,17 @@ def find(config: Config, resume: Resume, together: Together, say: Callable[[str]
     Raises:
         InputError: `resume` is "must" and there is none; checkpoints are there and none of them is whole; a newer jpipe wrote them.
     """
-    found = json.loads(together.from_first("where the run resumes", lambda: json.dumps(_find(config, resume, say))))
+
+    def look() -> str:
+        try:
+            return json.dumps(_find(config, resume, say))
+        except OSError as error:
+            raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
+
+    found = json.loads(together.from_first("where the run resumes", look))
     if found is None:
         return None
-    return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]))
+    return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]), tuple(found["there"]))
 
 
 def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping[str, Any] | None:
@@ -153,7 +174,8 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
         facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
         raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
-    return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json")}
+    there = checkpoint_files.steps(folder)
+    return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 
 def _step(line: str) -> float:

@@ -8,13 +8,15 @@ import contextlib
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from jpipe import InputError, Plan, Predicted
+from train import interrupt
 from train.config import Config
 from train.config_file import to_yaml
 from train.launch import JOB
@@ -33,7 +35,7 @@ class RunFolder:
         plan: what will run.
         resumes: the run that the folder holds goes on; nothing of it is touched before `go_on`.
         anew: a run of this very config that ended before its first checkpoint is begun anew.
-        prepare: what else is to be in the folder of a new run.
+        prepare: what else is to be done with the folder, now that no other process trains in it.
 
     Attributes:
         path: of the folder.
@@ -55,7 +57,9 @@ class RunFolder:
     ) -> None:
         self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
         self.begun_anew = False
-        self._metrics: TextIO | None = None
+        self._metrics: BinaryIO | None = None
+        self._unwritten = b""  # rows for which the disk had no room yet
+        self._writes_rows = threading.Lock()
         with self._writing() as undo:
             if not resumes:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
@@ -77,7 +81,7 @@ class RunFolder:
                     undo.callback(_try, (self.path / name).unlink)
                 undo.callback(self._close)
                 self._open("")
-                prepare(self.path)
+            prepare(self.path)
 
     def go_on(self, rows: str) -> None:
         """Go on with the run that the folder holds, now that nothing is refused any more: from here on these are its rows.
@@ -92,11 +96,13 @@ class RunFolder:
         """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: the disk is full, say; the next call writes this line as well.
         """
         assert self._metrics is not None, "go_on comes first"
-        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with interrupt.held(), self._writes_rows:
+            self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
+            while self._unwritten:  # a disk that becomes full takes a part
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
         """Write what the planner predicted and what was measured into `planned.json`.
@@ -107,9 +113,14 @@ class RunFolder:
         both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
+    def logged(self) -> bytes:
+        """The lines of `metrics.jsonl`, and those for which the disk had no room yet."""
+        with self._writes_rows:
+            return (self.path / METRICS).read_bytes() + self._unwritten
+
     def rows(self) -> list[dict[str, int | float]]:
         """What was logged so far."""
-        return [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in self.logged().splitlines()]
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -139,7 +150,7 @@ class RunFolder:
         if job := os.environ.get(JOB):
             write_atomically(self.path / _JOB, job)
         write_atomically(self.path / METRICS, rows)
-        self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+        self._metrics = (self.path / METRICS).open("ab", buffering=0)
 
     def _ended_early(self, config: Config) -> bool:
         """Whether the folder holds a run of this config that was to write checkpoints and has not come to the first."""
@@ -176,11 +187,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         _try(unfinished.unlink)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    to_disk(path.parent)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(number)
     finally:
-        os.close(folder)
+        os.close(number)
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:

@@ -1,5 +1,6 @@
 """Where a run begins: at fresh weights, at given ones, or where a checkpoint left it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,15 @@ def starting_params(
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
     """The run folder, whole or not at all, whenever Ctrl-C is pressed; that of a run that goes on as it is."""
+
+    def prepare(path: Path) -> None:
+        if resumed is None:
+            _begin_checkpoints(config, path, None)
+        else:
+            resumed.check_unchanged()
+
     with interrupt.held():
-        folder = RunFolder(
-            config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=lambda path: _begin_checkpoints(config, path, None)
-        )
+        folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     if folder.begun_anew:
         reporter.say(f"the run in '{folder.path}' ended before its first checkpoint; it begins anew")
     return folder
@@ -54,8 +60,32 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
 def go_on(config: Config, folder: RunFolder, resumed: Resumed) -> None:
     """Take the run folder over, now that the checkpoint is read: what came after it will be written again."""
     with interrupt.held():
-        folder.go_on(resumed.rows())
-        _begin_checkpoints(config, folder.path, resumed.step)
+        rows = resumed.rows()
+        _begin_checkpoints(config, folder.path, resumed.step)  # first of all: an unfinished one may have filled the disk
+        folder.go_on(rows)
+
+
+def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:
+    """Refuse a run folder that this process does not see, while process 0 has it: all write their checkpoints there.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        together: the processes of the run.
+        limit: seconds to look for it; a file system of a network may take some to show what is new.
+
+    Raises:
+        jpipe.InputError: it is not there.
+    """
+    place, end = folder / "checkpoints", time.monotonic() + limit
+    with together.working("the run folder"):
+        while config.checkpoint.every is not None and not place.is_dir():
+            if time.monotonic() > end:
+                raise jpipe.InputError(
+                    f"run.dir: process {together.index} finds no '{place}', which process 0 has made; "
+                    "choose a folder that all processes share, or checkpoint.every: null"
+                )
+            time.sleep(0.1)
 
 
 def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> None:
@@ -83,4 +113,5 @@ def begin(
         return pipe.init(key, batches.train[0], given)
     layers = together.alike(lambda: resumed.layers(pipe))
     fresh = config.resume.optimizer == "reset"
+    together.alike(lambda: pipe.check_layers(batches.train[0], layers, resumed.step, fresh_optimizer=fresh))
     return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)

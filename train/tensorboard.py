@@ -8,6 +8,7 @@ from types import TracebackType
 
 from train import interrupt
 
+_START = 1  # of a session: what earlier files say of this step and later ones is left out
 _FLUSH_SECONDS = 2.0  # a flush waits for the disk: not at every step
 
 
@@ -31,6 +32,7 @@ class TensorBoard:
         self._event = Event
         self._folder, self._say, self._flush_seconds = folder, say, flush_seconds
         self._flushed = 0.0
+        self._started = False
         self._records: RecordWriter | None = None
         with self._surviving():
             folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +42,9 @@ class TensorBoard:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the values of `step`, such as `{"loss": 2.3, "val_loss": 2.4}`; those that are not finite are shown as such."""
+        if not self._started:
+            self._started = True
+            self._write({"step": step, "session_log": {"status": _START}})
         values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
         self._write({"step": step, "summary": {"value": values}})
 

@@ -152,10 +152,14 @@ def _of_file(path: Path) -> Source:
         with opened() as file:
             return {name: file.get_tensor(name) for inner in names.values() for name in inner}
 
+    def digest() -> str:
+        with opened():
+            return describe(path).sha256
+
     with opened() as file:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
         specs = {name: Spec(tuple(part.get_shape()), _FLOATS.get(part.get_dtype(), part.get_dtype())) for name, part in slices.items()}
-    return Source(where, specs, read, lambda: describe(path).sha256)
+    return Source(where, specs, read, digest)
 
 
 def _of_run(folder: Path, tell: Callable[[str], None]) -> Source:

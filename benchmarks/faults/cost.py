@@ -64,7 +64,7 @@ class _Training:
         checkpoint_files.begin(self._folder, None)
         devices = jax.device_count()
         facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
-        self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, ALONE, facts, reporter.say)
+        self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, ALONE, facts, bytes, reporter.say)
         self._last: jpipe.Metrics | None = None
         self._through, self._stalled = -1, 0.0
         for _ in range(self.every - 1):  # the first step of each block is then one that begins a cut

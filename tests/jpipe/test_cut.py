@@ -136,6 +136,23 @@ def test_a_run_goes_on_under_any_other_plan(first):
         assert np.isfinite(list(losses.values())).all()
 
 
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_means_that_came_late_go_to_the_same_forwards_whatever_the_batch_is(microbatches):
+    plan = plan_of(PLANS["2-1-1, noam"])
+    pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
+    *_, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
+    again = pipeline(plan_of(PLANS["2-1-1, noam"] | {"microbatches": microbatches}))
+    batches = models.masked_batches(2, microbatches, seed=3)
+    state = again.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
+    late = [sorted(k - 3 * microbatches for name, k in worker.buffers if name == "late") for worker in state.workers]
+    expected = [sorted({int(one["microbatch"]) for one in layer.get("late", {}).values()}) for name, layer in sorted(found[3].items())]
+    assert sorted(map(tuple, filter(None, late))) == sorted({tuple(one) for one in expected if one}), "those of each replica"
+    assert any(late)
+    state, _ = again.step(state, batches[0])
+    state, _ = again.step(state, batches[1])
+    assert not any(name == "late" for worker in state.workers for name, *_ in worker.buffers), "all were taken in"
+
+
 @pytest.fixture(scope="module")
 def taken():
     """The layers of a cut at batch 2, their batches, and the plan."""

@@ -20,7 +20,7 @@ def main(address: str, index: int, folder: Path) -> None:
     import jax
     import numpy as np
 
-    from train.checkpoint_files import complete, read_layers, steps, write_layers
+    from train.checkpoint_files import complete, gather, read_layers, steps, write_layers
 
     jax.distributed.initialize(address, num_processes=2, process_id=index)
     assert jax.process_count() == 2
@@ -32,7 +32,8 @@ def main(address: str, index: int, folder: Path) -> None:
     writing.join()
     (folder / f"{index} has written").touch()
     if index == 0:
-        complete(folder, STEP, processes=2, facts={}, limit=30.0)
+        assert gather(folder, STEP, processes=2, limit=30.0) == []
+        complete(folder, STEP, processes=2, facts={})
     while steps(folder) != [STEP]:
         time.sleep(0.01)
     found = read_layers(folder, STEP)

@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, for whoever reads them, and whatever happens to their files is found and named."""
 
+import errno
 import hashlib
 import json
 import os
@@ -18,8 +19,21 @@ import pytest
 
 import jpipe
 from tests.train.items import STEP, layers_of
-from train import checkpoint_files
-from train.checkpoint_files import begin, complete, newest_good, prune, read_facts, read_layers, read_metrics, steps, verify, write_layers
+from train import checkpoint_files, checkpoint_records
+from train.checkpoint_files import (
+    begin,
+    complete,
+    gather,
+    layer_specs,
+    newest_good,
+    prune,
+    read_facts,
+    read_layers,
+    read_metrics,
+    steps,
+    verify,
+    write_layers,
+)
 from train.checkpoint_records import Damaged, marker_text
 from train.orbax_item import write_item
 
@@ -35,7 +49,7 @@ def save(folder: Path, step: int, processes: int = 2) -> None:
     """A small checkpoint of some processes."""
     for process in range(processes):
         write_layers(folder, step, layers_of(process), process)
-    complete(folder, step, processes, facts={"step": step}, limit=0.0, rows=b'{"step": 0}\n')
+    complete(folder, step, processes, facts={"step": step}, rows=b'{"step": 0}\n')
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -98,7 +112,7 @@ def test_every_kind_of_array_comes_back_with_its_bits(tmp_path):
         "numpy": {"f64": np.arange(3.0), "transposed": np.arange(6.0).reshape(2, 3).T},
     }
     written = write_layers(tmp_path, 1, layers, 0)
-    complete(tmp_path, 1, 1, facts=None, limit=0.0)
+    complete(tmp_path, 1, 1, facts=None)
     assert written == sum(path.stat().st_size for path in files_of(place(tmp_path, 1) / "process-0"))
     assert_same(read_layers(tmp_path, 1), layers)
 
@@ -106,7 +120,7 @@ def test_every_kind_of_array_comes_back_with_its_bits(tmp_path):
 def test_names_of_any_characters_come_back(tmp_path):
     layers = {layer: {key: {"x": jnp.full((2,), i + 100.0 * j)} for i, key in enumerate(ODD)} for j, layer in enumerate(ODD)}
     write_layers(tmp_path, 1, layers, 0)
-    complete(tmp_path, 1, 1, facts=None, limit=0.0)
+    complete(tmp_path, 1, 1, facts=None)
     assert_same(read_layers(tmp_path, 1, ODD), layers)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
     assert_same(read_layers(tmp_path, 1, ["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
@@ -155,7 +169,7 @@ def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_
 def test_the_same_layers_from_one_process_or_three(tmp_path):
     layers = layers_of(0) | layers_of(1) | layers_of(2)
     write_layers(tmp_path, 1, layers, 0)
-    complete(tmp_path, 1, 1, facts=None, limit=0.0)
+    complete(tmp_path, 1, 1, facts=None)
     save(tmp_path, 2, processes=3)
     assert_same(read_layers(tmp_path, 1), read_layers(tmp_path, 2))
 
@@ -164,7 +178,7 @@ def test_a_process_without_any_array_takes_part(tmp_path, capfd):
     write_layers(tmp_path, 1, layers_of(0), 0)
     write_layers(tmp_path, 1, {}, 1)
     write_layers(tmp_path, 1, {"tanh": {"weights": {}, "state": {"0": {}}}}, 2)
-    complete(tmp_path, 1, 3, facts=None, limit=0.0)
+    complete(tmp_path, 1, 3, facts=None)
     assert_same(read_layers(tmp_path, 1), layers_of(0) | {"tanh": {"weights": {}, "state": {"0": {}}}})
     assert capfd.readouterr() == ("", "")
 
@@ -180,7 +194,7 @@ def test_facts_are_any_json(run):
     assert read_facts(run, 20) == {"step": 20}
     facts = {"losses": [0.1, 5e-324, float("inf")], "seed": 2**70, "plan": {"ü": [None, True, {}]}}
     write_layers(run, 30, layers_of(0), 0)
-    complete(run, 30, 1, facts, limit=0.0)
+    complete(run, 30, 1, facts)
     assert read_facts(run, 30) == facts
     assert steps(run) == [10, 20, 30]
 
@@ -215,7 +229,9 @@ def test_a_layer_that_is_not_there_is_named(run):
 def test_without_its_marker_a_checkpoint_is_unfinished(run):
     write_layers(run, 30, layers_of(0), 0)
     with pytest.raises(TimeoutError, match=r"00000030: waited 0 s for process-1.json, process-2.json$"):
-        complete(run, 30, 3, facts=None, limit=0.0)
+        gather(run, 30, 3, limit=0.0)
+    assert gather(run, 30, 3, limit=0.0, failed=lambda: {2, 1}) == [1, 2]
+    assert gather(run, 20, 2, limit=0.0) == []
     assert steps(run) == [10, 20]
     told = []
     assert newest_good(run, told.append) == 20
@@ -330,6 +346,39 @@ def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
     verify(run, 20)
     with pytest.raises(Damaged, match=r"process-0: cannot be read by Orbax"):
         read_layers(run, 20)
+    with pytest.raises(Damaged, match=r"process-0: cannot be read by Orbax"):
+        layer_specs(run, 20)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Damaged), (errno.EACCES, jpipe.InputError), (errno.ESTALE, jpipe.InputError)])
+def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, number, kind):
+    def unreadable(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(checkpoint_records, "describe", unreadable)
+    with pytest.raises(jpipe.InputError, match=rf"process-0/.*: cannot be read.*{os.strerror(number)}") as caught:
+        verify(run, 20)
+    assert type(caught.value) is kind
+
+
+def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, monkeypatch):
+    on_disk, sync, replace = set(), os.fsync, os.replace
+
+    def noted(number):
+        on_disk.add(os.fstat(number).st_ino)
+        sync(number)
+
+    def named(unfinished, name):
+        item = Path(name).with_suffix("")
+        paths = [*item.rglob("*"), item, item.parents[1], item.parents[2]]
+        lacking.append([path for path in paths if path.stat().st_ino not in on_disk])
+        replace(unfinished, name)
+
+    lacking: list = []
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", named)
+    write_layers(tmp_path, 10, layers_of(0), 0)
+    assert lacking == [[]]
 
 
 def test_a_full_disk_leaves_nothing_that_looks_complete(run):
@@ -346,17 +395,17 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(run):
     assert {path.name for path in place(run, 30).iterdir()} == {"process-0", "process-0.json"}
     assert newest_good(run, [].append) == 20
     write_layers(run, 30, layers_of(1), 1)  # there is room again
-    complete(run, 30, 2, facts=None, limit=0.0)
+    complete(run, 30, 2, facts=None)
     assert newest_good(run, print) == 30
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "run").write_text("a file")
-    for write in (lambda: begin(tmp_path / "run", None), lambda: write_layers(tmp_path / "run", 1, layers_of(0), 0)):
-        with pytest.raises(
-            jpipe.InputError, match=r"run/checkpoints.*: expected a folder to write checkpoints to, found .*; choose another run\.dir$"
-        ):
-            write()
+    told = r"run/checkpoints: expected a folder to write checkpoints to, found .*; choose another run\.dir$"
+    with pytest.raises(jpipe.InputError, match=told):
+        begin(tmp_path / "run", None)
+    with pytest.raises(NotADirectoryError):  # the run is going on by then, and does as with a full disk
+        write_layers(tmp_path / "run", 1, layers_of(0), 0)
 
 
 def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
@@ -410,7 +459,7 @@ HOUR = 3600
 def test_what_is_kept(tmp_path, wanted, kept):
     for step in range(10, 70, 10):  # one an hour
         place(tmp_path, step).mkdir(parents=True)
-        complete(tmp_path, step, 0, facts=None, limit=0.0)
+        complete(tmp_path, step, 0, facts=None)
         os.utime(place(tmp_path, step) / "checkpoint.json", (0, HOUR * step / 10))
     for unfinished in (35, 70):
         place(tmp_path, unfinished).mkdir()

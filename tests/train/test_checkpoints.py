@@ -1,6 +1,7 @@
-"""Two processes that write checkpoints, and what becomes of a part that cannot be written."""
+"""Processes that write checkpoints, and what becomes of a part that cannot be written."""
 
 import contextlib
+import time
 
 import pytest
 
@@ -12,10 +13,10 @@ from train.together import Together
 
 
 class Heard(jpipe.Processes):
-    """One of two processes that hear each other at once; notes how long others may wait for it."""
+    """One of some processes that hear each other at once; notes how long others may wait for it."""
 
-    def __init__(self, index, told):
-        self.index, self.count, self._told, self.waits = index, 2, told, []
+    def __init__(self, index, count, told):
+        self.index, self.count, self._told, self.waits = index, count, told, []
 
     def tell(self, name, values):
         self._told.add(name)
@@ -51,15 +52,17 @@ class Pipe(jpipe.Pipeline):
 
 
 @pytest.fixture
-def two(tmp_path):
-    """Makes the checkpoints of two processes, those processes, and a list of what process 0 says."""
+def some(tmp_path):
+    """Makes the checkpoints of some processes, those processes, and a list of what process 0 says."""
 
-    def make(policy):
+    def make(policy, count=2):
         told, said = set(), []
-        processes = [Heard(index, told) for index in range(2)]
+        processes = [Heard(index, count, told) for index in range(count)]
         config = CheckpointConfig(every=2, on_full_disk=policy)
         made = [
-            Checkpoints(config, Pipe(), tmp_path, 100, Together(process), {}, said.append if process.index == 0 else lambda line: None)
+            Checkpoints(
+                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, said.append if process.index == 0 else lambda line: None
+            )
             for process in processes
         ]
         return made, processes, said
@@ -73,38 +76,66 @@ def begin_to_save(made, step):
         one.proceed(step - 1, lambda _: {})
 
 
-def test_what_one_process_cannot_write_is_not_waited_for(two, tmp_path, monkeypatch):
-    made, processes, said = two("train")
+def check_what_becomes_of_4(made, processes, said, folder, reason):
+    """Step 2 could be written, step 4 could not for this reason, step 6 can; step 4 takes no room meanwhile."""
+    begin_to_save(made, 4)
+    for one in made:
+        one.finish()
+    assert said == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["00000002"], "what is of no use takes no room"
+    begin_to_save(made, 6)
+    for one in made:
+        one.finish()
+        one.close()
+    assert checkpoint_files.steps(folder) == [2, 6]
+    assert {process.waits[0] for process in processes} == {("a checkpoint to be written", 600.0)}, "the others may wait that long for it"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "reason"),
+    [({0}, "No space left on device"), ({1}, "process 1 could not write its part"), ({0, 2}, "No space left on device")],
+    ids=str,
+)
+def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking, reason, some, tmp_path, monkeypatch):
+    made, processes, said = some("train", 3)
     begin_to_save(made, 2)
     for one in made:
         one.finish()
     write = checkpoint_files.write_layers
 
     def full(folder, step, layers, process):
-        if process == 1 and step == 4:
-            raise OSError(28, "No space left on device")
+        if step == 4:
+            time.sleep(0.1 * process)  # the others are not cleared away while they are being written
+            if process in lacking:
+                raise OSError(28, "No space left on device")
         return write(folder, step, layers, process)
 
     monkeypatch.setattr(checkpoint_files, "write_layers", full)
-    begin_to_save(made, 4)
-    begin_to_save(made, 6)
+    check_what_becomes_of_4(made, processes, said, tmp_path, reason)
+
+
+def test_where_only_the_marker_finds_no_room_nothing_else_takes_it(some, tmp_path, monkeypatch):
+    made, processes, said = some("train")
+    begin_to_save(made, 2)
     for one in made:
         one.finish()
-        one.close()
-    assert said == [
-        "a checkpoint could not be written: process 1 could not write its part; the run goes on, the last good one is of step 2"
-    ]
-    assert checkpoint_files.steps(tmp_path) == [2, 6]
-    assert not [*(tmp_path / "checkpoints").glob("00000004/*")], "what is of no use takes no room"
-    assert {process.waits[0] for process in processes} == {("a checkpoint to be written", 600.0)}, "the others may wait that long for it"
+    complete = checkpoint_files.complete
+
+    def full(folder, step, *rest):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        complete(folder, step, *rest)
+
+    monkeypatch.setattr(checkpoint_files, "complete", full)
+    check_what_becomes_of_4(made, processes, said, tmp_path, "No space left on device")
 
 
-def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(two, tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(some, tmp_path, monkeypatch):
     def stays(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(checkpoint_files, "prune", stays)
-    made, _, said = two("train")
+    made, _, said = some("train")
     begin_to_save(made, 2)
     for one in made:
         one.finish()
@@ -113,8 +144,8 @@ def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking
     assert checkpoint_files.steps(tmp_path) == [2]
 
 
-def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(two, monkeypatch):
-    made, _, _ = two("stop")
+def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(some, monkeypatch):
+    made, _, _ = some("stop")
     begin_to_save(made, 2)
     for one in made:
         one.finish()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,3 +381,11 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
     found = end_of(tmp_path / "runs" / "0001")
     assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
     assert difference(found, end_of(alone)) is None
+    # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
+    shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "00000006")
+    (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))
+    command += ["--set", "run.dir=runs/0001"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2, done.stderr
+    assert "layer 'a', parameters: 'bias' is not in the model" in done.stderr
+    assert "starting all again" not in done.stderr

@@ -4,8 +4,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -117,6 +119,33 @@ with Preemption(None, saves=True) as preemption:
 def test_a_second_signal_ends_the_process_at_once():
     done = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "save 4\n", "")
+
+
+IN_C = """
+import ctypes, itertools, operator, signal
+from train.preemption import Preemption
+c = ctypes.CDLL(None)
+with Preemption(None, saves=True):
+    calls = [(c["raise"], signal.SIGTERM), (c["raise"], signal.SIGTERM), (c.sleep, 600)]
+    list(itertools.starmap(operator.call, calls))  # in which no handler of Python's is called
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_busy_outside_of_python():
+    assert subprocess.run([sys.executable, "-c", IN_C], cwd=ROOT, timeout=LIMIT).returncode == 128 + signal.SIGTERM
+
+
+def test_who_was_woken_by_signals_before_is_again():
+    with socket.socket() as ours:
+        ours.setblocking(False)
+        before = signal.set_wakeup_fd(ours.fileno())
+        with Preemption(None, saves=True):
+            pass
+        assert signal.set_wakeup_fd(before) == ours.fileno()
+    for thread in threading.enumerate():
+        if thread.name == "signals":
+            thread.join(LIMIT)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

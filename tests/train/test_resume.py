@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,11 +14,15 @@ import pytest
 import jpipe
 from jpipe import InputError
 from tests.train.test_loop import changed, rows_of
+from tests.train.test_tensorboard import no_room_beyond
 from train import checkpoint_files, checkpoints, loop
+from train.config import Config
 from train.launch import JOB
 from train.metrics_log import RunStopped
 from train.resume import Facts, Resumed
 from train.run_folder import RunFolder, write_atomically
+from train.starting import check_shared
+from train.together import Together
 
 
 class Killed(Exception):
@@ -175,6 +180,64 @@ def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatc
         folder = loop.main(config).folder
         assert "the run goes on, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
         assert checkpoint_files.steps(folder) == [2, 6, 7]
+
+
+def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, capsys):
+    """From step 3 on the disk takes no more than half a row; at step 5 there is room again."""
+    rows = RunFolder.log
+
+    def log(self, row):
+        with no_room_beyond((self.path / "metrics.jsonl").stat().st_size + 20) if 3 <= row["step"] < 5 else contextlib.nullcontext():
+            rows(self, row)
+
+    monkeypatch.setattr(RunFolder, "log", log)
+    folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
+    assert [row["step"] for row in rows_of(folder)] == list(range(7))
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("cannot be written: File too large; the run goes on, and keeps its rows") == 1
+    assert told.count("has all rows again") == 1
+    assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
+    with pytest.raises(RunStopped, match="the run folder cannot be written: File too large"):
+        loop.main(changed(saved, run={"dir": str(folder.with_name("another"))}))
+
+
+def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypatch):
+    """It has trained in the folder after this one has looked for the checkpoint, and has left by now."""
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+
+    def another_trains(*arguments):
+        monkeypatch.undo()
+        loop.main(changed(saved, train={"steps": 6}))
+        before.append(files_of(folder))
+        return tell_resumed(*arguments)
+
+    before: list = []
+    tell_resumed = loop.tell_resumed
+    monkeypatch.setattr(loop, "tell_resumed", another_trains)
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 6 now"):
+        loop.main(changed(saved))
+    assert files_of(folder) == before[0]
+    assert loop.main(changed(saved)).steps == 7
+
+
+def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", forbidden)
+    with pytest.raises(InputError, match=rf"run\.dir: cannot read '{folder}/checkpoints': Permission denied; make it readable"):
+        loop.main(changed(saved))
+
+
+def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    config = Config.model_validate(saved)
+    check_shared(config, tmp_path, Together(None), limit=0.0)
+    with pytest.raises(InputError, match=rf"process 0 finds no '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
+        check_shared(config, tmp_path / "none", Together(None), limit=0.0)
+    check_shared(changed(saved, checkpoint={"every": None}), tmp_path / "none", Together(None), limit=0.0)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])

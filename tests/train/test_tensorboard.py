@@ -52,6 +52,14 @@ def test_a_run_that_goes_on_keeps_what_was_there(tmp_path, messages):
     assert read(tmp_path) == {"loss": [(0, 3.0), (1, 2.0), (2, 1.0)]}
 
 
+def test_a_run_that_goes_on_further_back_takes_the_place_of_what_came_after(tmp_path, messages):
+    for loss, steps in ((3.0, range(6)), (2.0, range(4, 8))):
+        with TensorBoard(tmp_path, messages.append) as board:
+            for step in steps:
+                board.write(step, {"loss": loss})
+    assert read(tmp_path)["loss"] == [(step, 3.0) for step in range(4)] + [(step, 2.0) for step in range(4, 8)]
+
+
 @contextmanager
 def no_room_beyond(size):
     """Files of this process cannot grow beyond `size` bytes, as on a full disk."""
@@ -91,10 +99,11 @@ def test_ctrl_c_waits_until_a_record_is_whole(tmp_path, messages, monkeypatch, i
 
     whole_write = RecordWriter.write
     with interrupt.watched(), TensorBoard(tmp_path, messages.append) as board:
+        board.write(0, {"loss": 2.0})
         monkeypatch.setattr(RecordWriter, "write", interrupted)
-        board.write(0, {"loss": 1.0})
+        board.write(1, {"loss": 1.0})
         assert len(whole) == 1
         with pytest.raises(KeyboardInterrupt):
             interrupt.check()
         monkeypatch.undo()
-    assert read(tmp_path) == {"loss": [(0, 1.0)]}
+    assert read(tmp_path) == {"loss": [(0, 2.0), (1, 1.0)]}
