@@ -1,6 +1,5 @@
 """Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -14,7 +13,6 @@ import pytest
 import jpipe
 from jpipe import InputError
 from tests.train.test_loop import changed, rows_of
-from tests.train.test_tensorboard import no_room_beyond
 from train import checkpoint_files, checkpoints, loop
 from train.config import Config
 from train.launch import JOB
@@ -182,22 +180,42 @@ def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatc
         assert checkpoint_files.steps(folder) == [2, 6, 7]
 
 
+class AlmostFull:
+    """A file that has room for some bytes more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, content):
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        count = self.file.write(content[: self.room])
+        self.room -= count
+        return count
+
+    def close(self):
+        self.file.close()
+
+
 def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, capsys):
-    """From step 3 on the disk takes no more than half a row; at step 5 there is room again."""
-    rows = RunFolder.log
+    """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
+    log = RunFolder.log
 
-    def log(self, row):
-        with no_room_beyond((self.path / "metrics.jsonl").stat().st_size + 20) if 3 <= row["step"] < 5 else contextlib.nullcontext():
-            rows(self, row)
+    def fuller(self, row):
+        if row["step"] == 3:
+            self._metrics = AlmostFull(self._metrics, 20)
+        if row["step"] == 6:
+            self._metrics.room = 10**6
+        log(self, row)
 
-    monkeypatch.setattr(RunFolder, "log", log)
+    monkeypatch.setattr(RunFolder, "log", fuller)
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("cannot be written: File too large; the run goes on, and keeps its rows") == 1
+    assert told.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
     assert told.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
-    with pytest.raises(RunStopped, match="the run folder cannot be written: File too large"):
+    with pytest.raises(RunStopped, match="the run folder cannot be written: No space left on device"):
         loop.main(changed(saved, run={"dir": str(folder.with_name("another"))}))
 
 
