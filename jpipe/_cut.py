@@ -127,7 +127,7 @@ class _Part:
             totals = iter(summed)
             for layer_id in sorted(then):  # as the leaves of a dict come
                 if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
-                    late = {"then": to_plain(then[layer_id]), "total": total, "microbatch": np.asarray(at - self._first)}
+                    late = {"then": to_plain(then[layer_id]), "total": total, "after": np.asarray(at - self._first)}
                     found[layer_id].setdefault("late", {})[str(number)] = late
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
@@ -234,7 +234,7 @@ def _late_means(
             for layer_id, spec in f.specs.state.items()
         }
         total = [of_layer[layer_id]["total"][str(n)] for layer_id in ids for n in range(len(floats_of(f.specs.state[layer_id])))]
-        at = batch * plan.microbatches + int(of_layer[ids[0]]["microbatch"])
+        at = batch * plan.microbatches + int(of_layer[ids[0]]["after"])
         found.setdefault(("late", at), []).append((then, total))
     return found
 

@@ -175,6 +175,8 @@ def _reading(path: Path) -> Iterator[None]:
     """A disk that has lost a file has damaged it; one that may not be read, or not now, is as good as it was."""
     try:
         yield
+    except FileNotFoundError:
+        raise Damaged(path, "is missing") from None
     except OSError as error:
         if error.errno == errno.EIO:
             raise Damaged(path, f"cannot be read ({error.strerror})") from None

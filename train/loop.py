@@ -40,7 +40,8 @@ def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wa
         resume: whether to go on with what the run's folder holds.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing was trained and no folder was made.
+        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was made but one that not all
+            processes see.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
         jpipe.PeerLost: another process died, hung or stopped.
         ToldElsewhere: this process stops for a reason that another one tells.
@@ -209,6 +210,7 @@ def train(
     log.finished(finished)
     checkpoints.proceed(log.through, facts_of)
     checkpoints.finish()
+    log.close()
     interrupt.check()
     return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
 
@@ -222,6 +224,7 @@ def stopped(
         RunStopped: it could not be written.
     """
     checkpoints.finish()
+    log.close()
     jax.block_until_ready(pipe.drain(state))  # only so that processes part with nothing under way between them
     if log.folder is not None and checkpoints.written != preemption.cut:
         raise RunStopped(f"stopped by SIGTERM; the checkpoint of step {preemption.cut} could not be written")

@@ -88,9 +88,16 @@ class MetricsLog:
                 shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
 
-    def _log(self, folder: RunFolder, row: dict[str, int | float]) -> None:
+    def close(self) -> None:
+        """Try once more to write the rows that are not on the disk, if there are any."""
+        if self._lacks_rows and self._folder is not None:
+            self._log(self._folder)
+            if self._lacks_rows:
+                self._reporter.say(f"'{self._folder.path / METRICS}' lacks its last rows")
+
+    def _log(self, folder: RunFolder, *rows: dict[str, int | float]) -> None:
         try:
-            folder.log(row)
+            folder.log(*rows)
         except OSError as error:
             if self._needs_disk:
                 raise

@@ -19,6 +19,7 @@ Order = Literal["go on", "save", "leave"]
 """What all processes do before a step: take a cut behind it, or end without it; or neither."""
 
 _ORDERS: tuple[Order, ...] = get_args(Order)
+_watching = False  # a Preemption, in this process
 _CAME = "SIGTERM"  # under which the others tell process 0
 
 
@@ -68,16 +69,20 @@ class Preemption:
         return order
 
     def __enter__(self) -> "Preemption":
+        global _watching
         # What somebody else does about it stays: a program around this one, a shell that has it ignored.
         ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self._saves and ours:
             writer = _count_in_a_thread()
             self._wakes = writer, signal.set_wakeup_fd(writer)
             signal.signal(signal.SIGTERM, self._note)
+            _watching = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        global _watching
         if self._wakes is not None:
+            _watching = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             writer, before = self._wakes
             signal.set_wakeup_fd(before)
@@ -129,6 +134,16 @@ def _count_in_a_thread() -> int:
 
     threading.Thread(target=count, name="signals", daemon=True).start()
     return writer
+
+
+def _leave_to_parent() -> None:
+    """In a child that a program forks: SIGTERM ends it, and is not counted as one of its parent."""
+    if _watching:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _name(step: int) -> str:

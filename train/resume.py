@@ -165,16 +165,16 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
         return None
     from train import checkpoint_files
 
+    there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
     step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))
     if step is None:
-        if resume == "must" or checkpoint_files.steps(folder):
+        if resume == "must" or there:
             raise InputError(f"run.dir: none of the checkpoints in '{folder / 'checkpoints'}' is whole; choose another run.dir")
         return None
     try:
         facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
         raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
-    there = checkpoint_files.steps(folder)
     return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 

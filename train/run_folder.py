@@ -92,15 +92,15 @@ class RunFolder:
         with self._writing():
             self._open(rows)
 
-    def log(self, row: Mapping[str, int | float]) -> None:
-        """Append a line to `metrics.jsonl`; it is on its way to the disk when this returns.
+    def log(self, *rows: Mapping[str, int | float]) -> None:
+        """Append a line for each to `metrics.jsonl`; they are on their way to the disk when this returns.
 
         Raises:
-            OSError: the disk is full, say; the next call writes this line as well.
+            OSError: the disk is full, say; the next call, which may be one without rows, writes these lines as well.
         """
         assert self._metrics is not None, "go_on comes first"
         with interrupt.held(), self._writes_rows:
-            self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
+            self._unwritten += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
             while self._unwritten:  # a disk that becomes full takes a part
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
 
@@ -115,8 +115,9 @@ class RunFolder:
 
     def logged(self) -> bytes:
         """The lines of `metrics.jsonl`, and those for which the disk had no room yet."""
+        file = self.path / METRICS
         with self._writes_rows:
-            return (self.path / METRICS).read_bytes() + self._unwritten
+            return (file.read_bytes() if file.exists() else b"") + self._unwritten
 
     def rows(self) -> list[dict[str, int | float]]:
         """What was logged so far."""

@@ -1,5 +1,6 @@
 """Where a run begins: at fresh weights, at given ones, or where a checkpoint left it."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,11 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
     """
     place, end = folder / "checkpoints", time.monotonic() + limit
     with together.working("the run folder"):
-        while config.checkpoint.every is not None and not place.is_dir():
+        while config.checkpoint.every is not None and not os.path.isdir(place):
             if time.monotonic() > end:
                 raise jpipe.InputError(
                     f"run.dir: process {together.index} finds no '{place}', which process 0 has made; "
-                    "choose a folder that all processes share, or checkpoint.every: null"
+                    "choose a folder that all processes share"
                 )
             time.sleep(0.1)
 

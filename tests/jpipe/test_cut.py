@@ -145,7 +145,7 @@ def test_means_that_came_late_go_to_the_same_forwards_whatever_the_batch_is(micr
     batches = models.masked_batches(2, microbatches, seed=3)
     state = again.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
     late = [sorted(k - 3 * microbatches for name, k in worker.buffers if name == "late") for worker in state.workers]
-    expected = [sorted({int(one["microbatch"]) for one in layer.get("late", {}).values()}) for name, layer in sorted(found[3].items())]
+    expected = [sorted({int(one["after"]) for one in layer.get("late", {}).values()}) for name, layer in sorted(found[3].items())]
     assert sorted(map(tuple, filter(None, late))) == sorted({tuple(one) for one in expected if one}), "those of each replica"
     assert any(late)
     state, _ = again.step(state, batches[0])

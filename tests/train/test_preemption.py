@@ -135,6 +135,28 @@ def test_a_second_signal_ends_a_process_that_is_busy_outside_of_python():
     assert subprocess.run([sys.executable, "-c", IN_C], cwd=ROOT, timeout=LIMIT).returncode == 128 + signal.SIGTERM
 
 
+FORKED = """
+import os, signal, time
+from train.preemption import Preemption
+reader, writer = os.pipe()
+with Preemption(None, saves=True) as preemption:
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            os.write(writer, b"!")
+            time.sleep(600)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(preemption.order(3, bool), flush=True)
+"""
+
+
+def test_children_of_a_program_are_ended_by_their_own_signal_and_count_for_nothing():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "-15\n-15\nsave\n"), done.stderr
+
+
 def test_who_was_woken_by_signals_before_is_again():
     with socket.socket() as ours:
         ours.setblocking(False)

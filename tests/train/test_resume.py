@@ -201,13 +201,18 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
     """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
     log = RunFolder.log
 
-    def fuller(self, row):
-        if row["step"] == 3:
+    def fuller(self, *rows):
+        if rows and rows[0]["step"] == 3:
             self._metrics = AlmostFull(self._metrics, 20)
-        if row["step"] == 6:
+        if rows and rows[0]["step"] == 6:
             self._metrics.room = 10**6
-        log(self, row)
+        log(self, *rows)
 
+    def fills(self, rows):
+        go_on(self, rows)
+        self._metrics = AlmostFull(self._metrics, 0)
+
+    go_on = RunFolder.go_on
     monkeypatch.setattr(RunFolder, "log", fuller)
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
@@ -215,6 +220,11 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
     assert told.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
     assert told.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
+    monkeypatch.setattr(RunFolder, "log", log)
+    monkeypatch.setattr(RunFolder, "go_on", fills)
+    loop.main(changed(saved, train={"steps": 9}, checkpoint={"on_full_disk": "train"}))
+    assert "lacks its last rows" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(RunFolder, "log", fuller)
     with pytest.raises(RunStopped, match="the run folder cannot be written: No space left on device"):
         loop.main(changed(saved, run={"dir": str(folder.with_name("another"))}))
 
@@ -236,6 +246,24 @@ def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypat
         loop.main(changed(saved))
     assert files_of(folder) == before[0]
     assert loop.main(changed(saved)).steps == 7
+
+
+def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    marker = folder / "checkpoints" / "00000004" / "checkpoint.json"
+    content = marker.read_bytes()
+    marker.unlink()
+    newest_good = checkpoint_files.newest_good
+
+    def slowly(*arguments):
+        found = newest_good(*arguments)
+        marker.write_bytes(content)
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "newest_good", slowly)
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
+        loop.main(changed(saved))
+    assert checkpoint_files.steps(folder) == [2, 4]
 
 
 def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
