@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import jax
 import pytest
@@ -14,6 +15,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: jpipe allows that to optax alone.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tests send these to programs that they start; behind nohup, or in the background of a script, all would be told to ignore them.
+for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 # From here on the packages are imported with every annotation checked at each call. Shapes are checked where there are any: between the
 # arguments of a call, which makes it some tenths of a millisecond longer, too much for the searches.
 PACKAGES = "jpipe", "planner", "train"
