@@ -19,7 +19,7 @@ Order = Literal["go on", "save", "leave"]
 """What all processes do before a step: take a cut behind it, or end without it; or neither."""
 
 _ORDERS: tuple[Order, ...] = get_args(Order)
-_watching = False  # a Preemption, in this process
+_watching = False  # whether some Preemption takes SIGTERM in this process
 _CAME = "SIGTERM"  # under which the others tell process 0
 
 

@@ -63,7 +63,7 @@ class Resumed:
     folder: Path
     step: int
     facts: Facts
-    there: tuple[int, ...] = ()
+    there: tuple[int, ...]
 
     def check_unchanged(self) -> None:
         """Refuse a folder in which another process has trained since this run was looked for; for the one that holds its lock.

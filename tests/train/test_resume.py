@@ -266,6 +266,16 @@ def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost
     assert checkpoint_files.steps(folder) == [2, 4]
 
 
+def test_what_is_unfinished_makes_room_before_anything_is_written(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    unfinished = folder / "checkpoints" / "00000006"
+    unfinished.mkdir()
+    go_on, there = RunFolder.go_on, []
+    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: there.append(unfinished.exists()) or go_on(self, rows))
+    loop.main(changed(saved))
+    assert there == [False]
+
+
 def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 2})).folder
 
@@ -352,7 +362,7 @@ def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved)
 def test_what_other_versions_wrote_is_told(tmp_path):
     versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
     facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=versions)
-    assert Resumed(tmp_path, 3, facts).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
+    assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
