@@ -34,14 +34,13 @@ def started(name, where, count=3):
     arguments = [sys.executable, str(PROGRAM), name, str(where)]
     root = {"PYTHONPATH": str(PROGRAM.parents[2])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}
-    processes = [subprocess.Popen([*arguments, str(index), str(count)], **pipes) for index in range(count)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.communicate()
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen([*arguments, str(index), str(count)], **pipes)) for index in range(count)]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def ready(processes):
@@ -57,9 +56,13 @@ def go_on(process):
 
 
 def ending(process):
-    """Exit code, what has not been read of standard output, and standard error of a process that ends by itself within a minute."""
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+    """Exit code, what has not been read of standard output, and standard error of a process that ends by itself within a minute.
+
+    It prints little: pipes hold it. (`communicate` would lose what `ready` has read along with its own line.)
+    """
+    process.stdin.close()
+    process.wait(timeout=60)
+    return process.returncode, process.stdout.read(), process.stderr.read()
 
 
 def test_processes_that_are_well(tmp_path):
