@@ -117,11 +117,12 @@ def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> 
     return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
 
 
-# Not by a function before exec: threads of JAX run in this process, so it is not to be forked.
+# Not by a function before exec: threads of JAX run in this process, so it is not to be forked. Tests side by side take a core each.
 ON_ONE_CORE = """
 import os, sys
 if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(cores)]})
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
