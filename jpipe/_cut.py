@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._errors import InputError
+from jpipe._layers import describe
 from jpipe._plain import Plain, from_plain, to_plain
 from jpipe._plan import Plan
 from jpipe._program import Forward, ForwardBackward, Update
@@ -127,7 +128,7 @@ class _Part:
             totals = iter(summed)
             for layer_id in sorted(then):  # as the leaves of a dict come
                 if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
-                    late = {"then": to_plain(then[layer_id]), "total": total, "after": np.asarray(at - self._first)}
+                    late = {"then": to_plain(then[layer_id]), "total": total, "after": np.asarray(at - self._first, np.int32)}
                     found[layer_id].setdefault("late", {})[str(number)] = late
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
@@ -143,8 +144,8 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree]:
-    """What a worker takes from a cut: weights by version, optimizer state and layer state, the arrays as they are there.
+) -> tuple[dict[int, Tree], Tree, Tree, dict[tuple[str, int], Tree]]:
+    """What a worker takes from a cut: weights by version, optimizer state, layer state and means of it, the arrays as they are there.
 
     A version that the cut has not is replaced by the newest.
 
@@ -168,8 +169,9 @@ def fitting(
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
 
     def params_of(layer_id: str, age: int) -> Tree:
-        ages = layers[layer_id].get("params", {})
-        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), f"checkpoint: layer '{layer_id}', parameters")
+        ages = _part(layers, layer_id, "params")
+        own = ages[str(age)] if str(age) in ages else ages.get("0", {})
+        return from_plain(f.specs.params[layer_id], own, f"checkpoint: layer '{layer_id}', parameters")
 
     def state_of(layer_id: str) -> Tree:
         own = layers[own_name(layer_id, replica % _replicas(layers, layer_id))]
@@ -185,7 +187,7 @@ def fitting(
             )
             for layer_id in ids
         }
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}, _late_means(plan, s, replica, f, layers, batch)
 
 
 def restored_worker(
@@ -206,12 +208,11 @@ def restored_worker(
     Raises:
         InputError: as `fitting`.
     """
-    s, replica = plan.workers[worker]
-    versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
+    versions, optimizer, state, late = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
         optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
     sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(f.zero_sums, f.specs.params))
-    placed = jax.device_put((versions, optimizer, state, sums, _late_means(plan, s, replica, f, layers, batch), key), device)
+    placed = jax.device_put((versions, optimizer, state, sums, late, key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 
@@ -223,19 +224,31 @@ def _late_means(
     ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
     if not f.averages_state or any(_replicas(layers, layer_id) != plan.replicas[s] for layer_id in ids):
         return {}
-    late = [layers[own_name(layer_id, replica)].get("late", {}) for layer_id in ids]
+    late = [_part(layers, own_name(layer_id, replica), "late") for layer_id in ids]
     found: dict[tuple[str, int], Tree] = {}
-    for number in sorted(set.intersection(*map(set, late)), key=int):
-        of_layer = dict(zip(ids, (one[number] for one in late), strict=True))
+    for number in sorted(set.intersection(*map(set, late)), key=lambda text: (len(text), text)):  # 2 before 10
+        of_layer = {}
+        for layer_id, one in zip(ids, late, strict=True):
+            spec = f.specs.state[layer_id]
+            specs = {"then": spec, "total": floats_of(spec), "after": jax.ShapeDtypeStruct((), np.int32)}
+            of_layer[layer_id] = from_plain(specs, one[number], f"checkpoint: layer '{layer_id}', late means of its state")
         then = {
-            layer_id: from_plain(spec, of_layer[layer_id]["then"], f"checkpoint: layer '{layer_id}', state")
+            layer_id: of_layer[layer_id]["then"]
             if layer_id in of_layer
             else jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)  # nothing of it is averaged
             for layer_id, spec in f.specs.state.items()
         }
-        total = [of_layer[layer_id]["total"][str(n)] for layer_id in ids for n in range(len(floats_of(f.specs.state[layer_id])))]
+        total = [leaf for layer_id in ids for leaf in of_layer[layer_id]["total"]]
         at = batch * plan.microbatches + int(of_layer[ids[0]]["after"])
         found.setdefault(("late", at), []).append((then, total))
+    return found
+
+
+def _part(layers: Mapping[str, Plain], name: str, part: str) -> Plain:
+    """What a layer has of this kind; empty where it has none."""
+    found: Any = layers[name].get(part, {})
+    if not isinstance(found, dict):
+        raise InputError(f"checkpoint: layer '{name}', {part}: expected a dict, found {describe(found)}; was it written by jpipe?")
     return found
 
 

@@ -27,7 +27,7 @@ def to_plain(tree: Tree) -> Plain:
     return found
 
 
-def from_plain(specs: Tree, plain: Mapping[str, Any], where: str, hint: str = "is it of another model?") -> Tree:
+def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
     """The pytree that `to_plain` made `plain` of.
 
     Args:
@@ -37,8 +37,10 @@ def from_plain(specs: Tree, plain: Mapping[str, Any], where: str, hint: str = "i
         hint: what the reason may be where leaves are on one side only.
 
     Raises:
-        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype.
+        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype; or `plain` is no dict.
     """
+    if not isinstance(plain, Mapping):
+        raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
     flat, form = jax.tree_util.tree_flatten_with_path(specs)
     left = _paths(plain)
     leaves = []

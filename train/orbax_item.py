@@ -54,6 +54,8 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     found = checkpointer.metadata(path.absolute()).item_metadata.tree
     wanted = {_escape(layer): found[_escape(layer)] for layer in ids}
     restored = checkpointer.restore(path.absolute(), args=ocp.args.PyTreeRestore(wanted, partial_restore=True))
+    if not all(isinstance(tree, dict) for tree in restored.values()):
+        raise TypeError("expected a dict for each layer, found an array")
     return _renamed(restored, unquote)
 
 

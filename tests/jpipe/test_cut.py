@@ -151,6 +151,11 @@ def test_means_that_came_late_go_to_the_same_forwards_whatever_the_batch_is(micr
     state, _ = again.step(state, batches[0])
     state, _ = again.step(state, batches[1])
     assert not any(name == "late" for worker in state.workers for name, *_ in worker.buffers), "all were taken in"
+    (name, plain), *_ = ((name, plain) for name, plain in found[3].items() if "late" in plain)
+    one = plain["late"]["0"]
+    renamed = plain | {"late": plain["late"] | {"0": {"then": one["then"], "total": one["total"], "at": one["after"]}}}
+    with pytest.raises(InputError, match=r"layer '\w+', late means of its state: 'after', int32\[\] in the model, is not in it"):
+        again.check_layers(batches[0], found[3] | {name: renamed}, 3)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +196,14 @@ def without(layers, layer_id):
         (
             lambda layers: layers | {"mix": layers["mix"] | {"params": {"0": layers["mix"]["params"]["0"] | {"more": np.zeros(1)}}}},
             "checkpoint: layer 'mix', parameters: 'more' is not in the model; is it of another model?",
+        ),
+        (
+            lambda layers: layers | {"mix": layers["mix"] | {"params": np.zeros(2, np.float32)}},
+            "checkpoint: layer 'mix', params: expected a dict, found float32[2]; was it written by jpipe?",
+        ),
+        (
+            lambda layers: layers | {"mix": layers["mix"] | {"params": {"0": np.zeros(2, np.float32)}}},
+            "checkpoint: layer 'mix', parameters: expected a dict, found float32[2]; was it written by jpipe?",
         ),
     ],
 )
