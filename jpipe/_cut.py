@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._errors import InputError
-from jpipe._layers import describe
-from jpipe._plain import Plain, from_plain, to_plain
+from jpipe._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe._plan import Plan
 from jpipe._program import Forward, ForwardBackward, Update
 from jpipe._runtime import Event
@@ -145,7 +144,7 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[tuple[str, int], Tree]]:
-    """What a worker takes from a cut: weights by version, optimizer state, layer state and means of it, the arrays as they are there.
+    """What a worker takes from a cut: weights by version, optimizer state, layer state and its late means, as they are there.
 
     A version that the cut has not is replaced by the newest.
 
@@ -169,9 +168,9 @@ def fitting(
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
 
     def params_of(layer_id: str, age: int) -> Tree:
-        ages = _part(layers, layer_id, "params")
-        own = ages[str(age)] if str(age) in ages else ages.get("0", {})
-        return from_plain(f.specs.params[layer_id], own, f"checkpoint: layer '{layer_id}', parameters")
+        where = f"checkpoint: layer '{layer_id}', parameters"
+        ages = checked_dict(layers[layer_id].get("params", {}), where)
+        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), where)
 
     def state_of(layer_id: str) -> Tree:
         own = layers[own_name(layer_id, replica % _replicas(layers, layer_id))]
@@ -224,14 +223,15 @@ def _late_means(
     ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
     if not f.averages_state or any(_replicas(layers, layer_id) != plan.replicas[s] for layer_id in ids):
         return {}
-    late = [_part(layers, own_name(layer_id, replica), "late") for layer_id in ids]
+    where = {layer_id: f"checkpoint: layer '{layer_id}', late means of its state" for layer_id in ids}
+    late = [checked_dict(layers[own_name(layer_id, replica)].get("late", {}), where[layer_id]) for layer_id in ids]
     found: dict[tuple[str, int], Tree] = {}
     for number in sorted(set.intersection(*map(set, late)), key=lambda text: (len(text), text)):  # 2 before 10
         of_layer = {}
         for layer_id, one in zip(ids, late, strict=True):
             spec = f.specs.state[layer_id]
             specs = {"then": spec, "total": floats_of(spec), "after": jax.ShapeDtypeStruct((), np.int32)}
-            of_layer[layer_id] = from_plain(specs, one[number], f"checkpoint: layer '{layer_id}', late means of its state")
+            of_layer[layer_id] = from_plain(specs, one[number], where[layer_id], "was it written by jpipe?")
         then = {
             layer_id: of_layer[layer_id]["then"]
             if layer_id in of_layer
@@ -241,14 +241,6 @@ def _late_means(
         total = [leaf for layer_id in ids for leaf in of_layer[layer_id]["total"]]
         at = batch * plan.microbatches + int(of_layer[ids[0]]["after"])
         found.setdefault(("late", at), []).append((then, total))
-    return found
-
-
-def _part(layers: Mapping[str, Plain], name: str, part: str) -> Plain:
-    """What a layer has of this kind; empty where it has none."""
-    found: Any = layers[name].get(part, {})
-    if not isinstance(found, dict):
-        raise InputError(f"checkpoint: layer '{name}', {part}: expected a dict, found {describe(found)}; was it written by jpipe?")
     return found
 
 

@@ -39,10 +39,8 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     Raises:
         InputError: a leaf is not there, there is one too many, or one is of another shape or dtype; or `plain` is no dict.
     """
-    if not isinstance(plain, Mapping):
-        raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
     flat, form = jax.tree_util.tree_flatten_with_path(specs)
-    left = _paths(plain)
+    left = _paths(checked_dict(plain, where))
     leaves = []
     for path, spec in flat:
         name = "/".join(_names(path))
@@ -57,6 +55,21 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     if left:
         raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
     return jax.tree.unflatten(form, leaves)
+
+
+def checked_dict(plain: Any, where: str) -> Plain:
+    """`plain`, which may come from anywhere.
+
+    Args:
+        plain: what should be a dict.
+        where: what this is, for the error message.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(plain, dict):
+        raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
+    return plain
 
 
 def filled(specs: Tree, given: Tree, where: str) -> Tree:

@@ -1,5 +1,7 @@
 """A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -153,9 +155,13 @@ def test_means_that_came_late_go_to_the_same_forwards_whatever_the_batch_is(micr
     assert not any(name == "late" for worker in state.workers for name, *_ in worker.buffers), "all were taken in"
     (name, plain), *_ = ((name, plain) for name, plain in found[3].items() if "late" in plain)
     one = plain["late"]["0"]
-    renamed = plain | {"late": plain["late"] | {"0": {"then": one["then"], "total": one["total"], "at": one["after"]}}}
-    with pytest.raises(InputError, match=r"layer '\w+', late means of its state: 'after', int32\[\] in the model, is not in it"):
-        again.check_layers(batches[0], found[3] | {name: renamed}, 3)
+    strange = {"0": {"then": one["then"], "total": one["total"], "at": one["after"]}}
+    for message, late in (
+        ("'after', int32[] in the model, is not in it; was it written by jpipe?", plain["late"] | strange),
+        ("expected a dict, found float32[2]; was it written by jpipe?", np.zeros(2, np.float32)),
+    ):
+        with pytest.raises(InputError, match=re.escape(f"late means of its state: {message}")):
+            again.check_layers(batches[0], found[3] | {name: plain | {"late": late}}, 3)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +205,7 @@ def without(layers, layer_id):
         ),
         (
             lambda layers: layers | {"mix": layers["mix"] | {"params": np.zeros(2, np.float32)}},
-            "checkpoint: layer 'mix', params: expected a dict, found float32[2]; was it written by jpipe?",
+            "checkpoint: layer 'mix', parameters: expected a dict, found float32[2]; was it written by jpipe?",
         ),
         (
             lambda layers: layers | {"mix": layers["mix"] | {"params": {"0": np.zeros(2, np.float32)}}},
