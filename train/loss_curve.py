@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -52,10 +52,11 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
         place, words = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        ground = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # the line runs below it
-        axes.annotate(
-            words, place, (0, 9), textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", bbox=ground
-        )
+        if len(losses) and values[-1] < losses[-1]:  # away from the line
+            side: dict[str, Any] = {"xytext": (0, -5), "va": "top"}
+        else:
+            side = {"xytext": (0, 9), "bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}}  # the line may run below it
+        axes.annotate(words, place, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
     every = np.concatenate([losses, values])
     if len(every) and every.min() > 0 and every.max() > 30 * every.min():  # it would be a flat line
         axes.set_yscale("log")

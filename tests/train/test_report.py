@@ -209,6 +209,16 @@ def test_every_loss_is_drawn_and_the_mean_is_a_mean():
         assert lines["running mean"][i] == (i, pytest.approx(np.mean(near), rel=1e-12))
 
 
+@pytest.mark.parametrize(("above", "sign"), [(0.1, 1), (-0.1, -1)])
+def test_the_last_validation_loss_stands_away_from_the_line(above, sign):
+    rows = rows_of()
+    rows[-1]["val_loss"] = rows[-1]["loss"] + above
+    (axes,) = loss_curve.draw_losses(rows, "").axes
+    (label,) = axes.texts
+    assert label.get_text() == f"{rows[-1]['val_loss']:.3f}"
+    assert label.xyann[1] * sign > 0
+
+
 def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path):
     rows = rows_of()
     rows[7]["loss"], rows[8]["loss"], rows[50]["val_loss"] = math.nan, math.inf, -math.inf
