@@ -12,7 +12,7 @@ from jpipe._host_memory import keep_freed_memory
 from jpipe._layers import Layer, LayerSpec, LayerStack
 from jpipe._lone import LoneStage
 from jpipe._lower import batches_until_full, lower
-from jpipe._metrics import Evaluation, Metrics, Told
+from jpipe._metrics import Evaluation, Mean, Metrics, Told
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe._perfetto import to_perfetto
 from jpipe._pipeline import Pipeline, join_processes
@@ -76,6 +76,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
     "Metrics",
     "Evaluation",
+    "Mean",
     "Told",
     "Cut",
     "layer_of",

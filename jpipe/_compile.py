@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jpipe._layers import Layer, LayerSpec, LayerStack, key_spec
 from jpipe._plan import Plan
 from jpipe._program import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
-from jpipe._stage import StageFunctions, floats_of, norm_of
+from jpipe._stage import Loss, StageFunctions, floats_of, norm_of
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -63,6 +63,14 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
     compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
     stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
     return {w: stages[key] for w, key in sharing.items()}
+
+
+def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+    """These workers of the last stage, with evaluations that find these metrics besides the loss."""
+    measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
+    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
+    compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
+    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.device]}) for w, stage in measuring.items()}
 
 
 def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], device: jax.Device) -> tuple[int, ...]:

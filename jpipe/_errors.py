@@ -61,6 +61,12 @@ def _is_the_callers(frame: FrameType) -> bool:
     )
 
 
+def shortened(names: Sequence[str], most: int = 6) -> str:
+    """`a, b, c`, with a mark in place of what is in the middle of a long list."""
+    shown = list(names) if len(names) <= most else [*names[: most - 2], "…", names[-1]]
+    return ", ".join(shown)
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The hint to print after an unknown word.
 

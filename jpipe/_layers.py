@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jpipe._errors import InputError, cause
+from jpipe._errors import InputError, cause, shortened
 
 Tree = Any  # a pytree of arrays
 
@@ -89,6 +89,9 @@ class LayerStack:
     def ids(self) -> tuple[str, ...]:
         """The layer ids, in order."""
         return tuple(self.layers)
+
+    def __repr__(self) -> str:
+        return f"LayerStack({shortened(self.ids)})"
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
         """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.

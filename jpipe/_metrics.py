@@ -3,7 +3,8 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,18 @@ class Metrics(NamedTuple):
     norms: dict[int, jax.Array | Told]
 
 
+class Mean(NamedTuple):
+    """A metric over a whole batch: `float(…)` of a number waits for it.
+
+    Attributes:
+        mean: the sum of the metric over all microbatches, divided by their weight.
+        weight: the total weight. Over several batches, the mean is the sum of `mean * weight` divided by the sum of the weights.
+    """
+
+    mean: jax.Array | Told
+    weight: jax.Array | Told
+
+
 class Evaluation(NamedTuple):
     """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
 
@@ -54,11 +67,13 @@ class Evaluation(NamedTuple):
         loss: mean over the whole batch.
         weight: total weight of the batch.
         version: of the weights, the same in all stages: how many batches they have learnt from.
+        metrics: the mean of each metric that was asked for, by name.
     """
 
     loss: jax.Array | Told
     weight: jax.Array | Told
     version: int
+    metrics: Mapping[str, Mean] = MappingProxyType({})
 
 
 class Board:
@@ -99,30 +114,34 @@ class Board:
                 held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
         return metrics
 
-    def evaluation(self, found: Found, version: int) -> Evaluation:
-        """Over all microbatches, in their order, with the weights of `version`."""
+    def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
+        """Over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
         last = self._plan.stage_workers[-1]
         if self._processes is None:
             parts = [found.evaluations[k] for k in sorted(found.evaluations)]
-            loss, weight = _mean(parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]]))
-            return Evaluation(loss, weight, version)
+            placed = parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]])
+            (loss, weight), *metrics = (Mean(*_mean(list(pairs))) for pairs in zip(*placed, strict=True))
+            return Evaluation(loss, weight, version, dict(zip(names, metrics, strict=True)))
         self._evaluations += 1
-        processes, names = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
-        for replica, name in enumerate(names):
+        processes, topics = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
+        for replica, topic in enumerate(topics):
             own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
             if own:
-                _tell(processes, name, functools.partial(list, itertools.chain(*own)))
+                _tell(processes, topic, functools.partial(jax.tree.leaves, own))
 
         @functools.cache
-        def read() -> tuple[float, float]:
+        def read() -> list[tuple[float, float]]:
             words = "the loss of an evaluation"
-            told = [processes.told(name, self._devices[w].process_index, words) for w, name in zip(last, names, strict=True)]
-            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 2) for numbers in told]
+            told = [processes.told(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in told]
             parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
-            loss, weight = _mean([(part[0], part[1]) for part in parts])
-            return float(loss), float(weight)
+            means = (_mean([(part[i, 0], part[i, 1]) for part in parts]) for i in range(1 + len(names)))
+            return [(float(mean), float(weight)) for mean, weight in means]
 
-        return Evaluation(Told(lambda: read()[0]), Told(lambda: read()[1]), version)
+        def mean(i: int) -> Mean:
+            return Mean(Told(lambda: read()[i][0]), Told(lambda: read()[i][1]))
+
+        return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
     def _finished(self, program: Program, last: int) -> list[int]:
         """The batches whose last gradients the worker `last` has in the program; looked for once in each of the few that are repeated."""

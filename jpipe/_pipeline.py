@@ -13,7 +13,7 @@ import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
-from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes
+from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes, with_metrics
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
@@ -27,7 +27,7 @@ from jpipe._plan import Plan
 from jpipe._processes import Processes
 from jpipe._program import Program, Send
 from jpipe._runtime import Found, Observer, run
-from jpipe._stage import Loss, StageFunctions, floats_of, stage_functions
+from jpipe._stage import Loss, StageFunctions, check_summed, floats_of, stage_functions
 from jpipe._state import State, WorkerState
 from jpipe._steps import Steps
 from jpipe._transport import Transport, arrived, progress, to_host
@@ -114,7 +114,13 @@ class Pipeline:
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
         self._stages: dict[int, CompiledStage] = {}  # by worker of this process
         self._compiled: list[StageFunctions] = []
+        self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of its metrics
         self._steps = Steps(plan, clip_global_norm is not None)
+
+    def __repr__(self) -> str:
+        where = "not compiled yet" if self._spec is None else f"compiled for microbatches of {describe(self._spec)}"
+        clips = "" if self.clip_global_norm is None else f", clip_global_norm={self.clip_global_norm:g}"
+        return f"Pipeline({self.plan!r}{clips}, {where})"
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -247,7 +253,7 @@ class Pipeline:
         workers, _ = self._run(program, shift, state.workers, None, observe)
         return State(workers, state.batch, state.batch)
 
-    def evaluate(self, state: State, batch: Batch) -> Evaluation:
+    def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
         The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
@@ -257,11 +263,25 @@ class Pipeline:
         Args:
             state: any state that is not used up.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
+            metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
+                stage. They are compiled when they are first seen, so give the same function objects each time. The same in all
+                processes.
+
+        Returns:
+            The mean of the loss and of each metric.
 
         Raises:
-            InputError: a state that was used already, or a batch unlike the one given to `init`.
+            InputError: a state that was used already, a batch unlike the one given to `init`, or a metric that does not fit.
+
+        Example:
+            >>> def accuracy(logits, labels):
+            ...     return (logits.argmax(-1) == labels).sum(), labels.size
+            >>> evaluation = pipe.evaluate(state, batch, metrics={"accuracy": accuracy})  # doctest: +SKIP
+            >>> float(evaluation.metrics["accuracy"].mean)  # doctest: +SKIP
+            0.75
         """
         self._check_state(state)
+        metrics = _checked_metrics(metrics)
         rows_each = rows_of(self._spec)
         count = count_microbatches(batch, rows_each)
         if microbatch_spec(batch, count) != self._spec:
@@ -273,8 +293,8 @@ class Pipeline:
             w: dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
             for w, worker in zip(self._stages, state.workers, strict=True)
         }
-        _, found = run(program, 0, self._stages, workers, self._transport, host, rows_each)
-        return self._board.evaluation(found, version)
+        _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, host, rows_each)
+        return self._board.evaluation(found, version, list(metrics))
 
     def params(self, state: State) -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
@@ -336,7 +356,7 @@ class Pipeline:
         """Compile for batches like this one."""
         functions, runs = self._functions(batch), self._steps.proved_runs
         own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
-        self._stages = compile_workers(own, runs)
+        self._stages, self._measuring = compile_workers(own, runs), {}
         self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
         self._connect(functions, runs)
         self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
@@ -394,6 +414,18 @@ class Pipeline:
             params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
         optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
+
+    def _evaluating(self, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+        """The stages of this process, the last one with these metrics in its evaluation; compiled when they are first asked for."""
+        asked = tuple((name, id(metric)) for name, metric in metrics.items())
+        if metrics and asked not in self._measuring:
+            last = self._compiled[-1]
+            outputs = self.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
+            for name, metric in metrics.items():
+                check_summed(metric, f"metrics: '{name}'", last, outputs)
+            own = {w: stage for w, stage in self._stages.items() if stage.functions.last}
+            self._measuring[asked] = with_metrics(own, metrics)
+        return self._stages | self._measuring.get(asked, {})
 
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
@@ -462,6 +494,19 @@ def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
     else:
         why = f"clipping with the asynchronous schedule '{plan.schedule}' is not there yet"
     raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Loss]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InputError(f"metrics: expected a dict of functions by name, found {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not callable(metric):
+            raise InputError(
+                f"metrics: expected a function by name, found {name!r}: {type(metric).__name__}; give (outputs, labels) -> (sum, weight)"
+            )
+    return dict(metrics)
 
 
 def _copy(tree: Tree) -> Tree:

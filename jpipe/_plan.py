@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from jpipe._errors import InputError, explain, nearest, short
+from jpipe._errors import InputError, explain, nearest, short, shortened
 from jpipe.schedules import SCHEDULES
 
 FORMAT = "jpipe-plan/1"
@@ -239,6 +239,14 @@ class Plan(pydantic.BaseModel):
             for a, b, count, policy in zip(starts, starts[1:], counts, policies, strict=False)  # the last start is an end only
         ]
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
+
+    def __repr__(self) -> str:
+        stages = shortened([f"[{shortened(s.layers)}]" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in self.stages])
+        special = (name for name, field in Plan.model_fields.items() if not field.is_required() and getattr(self, name) != field.default)
+        options = "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted"))
+        return f"Plan({self.schedule}, {self.microbatches} microbatches, {self.depth} stages: {stages}{options})"
+
+    __str__ = __repr__
 
     def check_layers(self, ids: Sequence[str]) -> None:
         """Refuse a plan for another model.

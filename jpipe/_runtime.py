@@ -55,12 +55,12 @@ class Found(NamedTuple):
     Attributes:
         losses: by batch finished the (mean loss, weight) of each of its updates; perhaps still coming from other replicas.
         norms: by batch finished the global norm, where gradients are clipped.
-        evaluations: by microbatch evaluated (sum of the losses, weight).
+        evaluations: by microbatch evaluated (sum, weight) of the loss and of each metric.
     """
 
     losses: dict[int, list[Tree]]
     norms: dict[int, jax.Array]
-    evaluations: dict[int, tuple[jax.Array, jax.Array]]
+    evaluations: dict[int, list[tuple[jax.Array, jax.Array]]]
 
 
 def run(

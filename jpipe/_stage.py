@@ -1,7 +1,7 @@
 """One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,7 @@ class StageFunctions:
         clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
         update_scale: a factor for the optimizer's updates.
         sync_state: whether replicas average their layer state.
+        metrics: what an evaluation finds besides the loss, by name; functions like it.
     """
 
     stack: LayerStack
@@ -66,6 +67,7 @@ class StageFunctions:
     clip_global_norm: float | None = None
     update_scale: float = 1.0
     sync_state: bool = False
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -125,9 +127,12 @@ class StageFunctions:
         return sums, state, (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
-        """The stage output in evaluation mode; at the last stage (sum of the losses, weight)."""
+        """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
         y, _ = self.stack.apply(self.stage.layers, params, state, x, key=None, microbatch=None, train=False)
-        return self._loss_of(y, labels) if self.last else y
+        if not self.last:
+            return y
+        metrics = (_summed(metric, f"metrics: '{name}'", y, labels, self.loss_dtype) for name, metric in self.metrics.items())
+        return [self._loss_of(y, labels), *metrics]
 
     def init_optimizer(self, params: Tree) -> Tree:
         """Optimizer state of fresh parameters, keyed by layer id."""
@@ -209,12 +214,8 @@ class StageFunctions:
         return (x_gradient, weight), added
 
     def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
-        result = self.loss(outputs, labels)
-        if not (isinstance(result, tuple) and len(result) == 2 and all(jnp.shape(part) == () for part in result)):
-            found = describe(jax.tree.map(jax.typeof, result))
-            raise InputError(f"loss: expected (sum of the losses, weight), two scalars, found {found}; return losses.sum(), count")
-        total, weight = result
-        return jnp.asarray(total, self.loss_dtype), jax.lax.stop_gradient(jnp.asarray(weight, self.loss_dtype))
+        total, weight = _summed(self.loss, "loss", outputs, labels, self.loss_dtype)
+        return total, jax.lax.stop_gradient(weight)
 
 
 def stage_functions(
@@ -238,21 +239,35 @@ def stage_functions(
     specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, draw)
     functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
     if last:
-        _check_loss(functions, layers[stage.layers[-1]].output)
+        check_summed(loss, "loss", functions, layers[stage.layers[-1]].output)
     return functions
 
 
-def _check_loss(last: StageFunctions, outputs: Tree) -> None:
+def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree) -> None:
+    """Refuse a loss or a metric that does not take the outputs and labels of the last stage.
+
+    Raises:
+        InputError: it fails on them, or does not return two scalars; the message begins with `where`.
+    """
     labels = last.specs.labels
     try:
-        jax.eval_shape(last._loss_of, outputs, labels)
+        jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
     except InputError:
         raise
     except Exception as error:
         raise InputError(
-            f"loss: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
-            f"it says: {cause(error)}; mend the loss"
+            f"{where}: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
+            f"it says: {cause(error)}; fix the function"
         ) from error
+
+
+def _summed(function: Loss, where: str, outputs: Tree, labels: Tree, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    result = function(outputs, labels)
+    if not (isinstance(result, tuple) and len(result) == 2 and all(jnp.shape(part) == () for part in result)):
+        found = describe(jax.tree.map(jax.typeof, result))
+        raise InputError(f"{where}: expected (sum, weight), two scalars, found {found}; return values.sum(), count")
+    total, weight = result
+    return jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
 
 
 def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:

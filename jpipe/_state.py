@@ -9,7 +9,7 @@ Tree = Any
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WorkerState:
     """What one worker holds between two steps.
 
@@ -30,6 +30,10 @@ class WorkerState:
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
 
+    def __repr__(self) -> str:
+        held = f"versions {', '.join(map(str, sorted(self.versions)))}" if self.versions else "already consumed"
+        return f"WorkerState({held}; {len(self.buffers)} buffers)"
+
     def taken(self) -> "WorkerState":
         """The same content in dicts of its own; the dicts of this one are emptied.
 
@@ -48,7 +52,7 @@ class WorkerState:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """The state of a run, a pytree: `Pipeline.step` takes one, uses it up, and returns the next.
 
@@ -61,3 +65,7 @@ class State:
     workers: tuple[WorkerState, ...]
     batch: int = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"
+        return f"State(before batch {self.batch}, {flight}, {len(self.workers)} workers)"

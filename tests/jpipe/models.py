@@ -67,6 +67,11 @@ def masked_squares(y, labels):
     return (((y - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()
 
 
+def close(y, labels):
+    """The share of elements that are within 0.5 of the target, as integers."""
+    return (jnp.abs(y - labels["target"]) < 0.5).sum(), y.size
+
+
 def squares(y, labels):
     """Squared errors, one for each element."""
     return ((y - labels) ** 2).sum(), y.size

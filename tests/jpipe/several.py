@@ -73,12 +73,22 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         for name, numbers in metrics._asdict().items():
             found |= {f"{name} {number_of}": float(number) for number_of, number in numbers.items()}
         if t == 2:
-            found |= {f"{name} in flight": float(number) for name, number in pipe.evaluate(state, batches[0])._asdict().items()}
+            found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[0]).items()}
     state = pipe.drain(state)
-    found |= {f"{name} at the end": float(number) for name, number in pipe.evaluate(state, batches[0])._asdict().items()}
+    found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
     for layer_id, params in pipe.params(state).items():
         found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
     return {name: np.asarray(value) for name, value in found.items()}
+
+
+def evaluated(pipe, state, batch) -> dict[str, float]:
+    from tests.jpipe import models
+
+    found = pipe.evaluate(state, batch, {"close": models.close, "loss again": models.masked_squares})
+    numbers = {f"{part} of {name}": number for name, mean in found.metrics.items() for part, number in mean._asdict().items()}
+    numbers |= {"loss": found.loss, "weight": found.weight, "version": found.version}
+    assert (float(found.metrics["loss again"].mean), float(found.metrics["loss again"].weight)) == (float(found.loss), float(found.weight))
+    return {name: float(number) for name, number in numbers.items()}
 
 
 def refusal() -> str:

@@ -239,7 +239,7 @@ def test_a_mistake_in_a_loss_is_told_with_its_place():
         Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), loss, models.momentum()).check(models.batches_of(1, 4)[0])
     assert str(refused.value) == (
         "loss: it does not take outputs float32[2, 3] of layer 'only' and labels float32[2, 3]; "
-        f"it says: KeyError: 'mask' ({line_of(breaks)}); mend the loss"
+        f"it says: KeyError: 'mask' ({line_of(breaks)}); fix the function"
     )
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, State
+from jpipe._pipeline import _checked_metrics
 from jpipe._program import Backward, Forward, ForwardBackward, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh, layer_state, train
@@ -163,6 +164,81 @@ def test_evaluation_takes_any_number_of_microbatches():
     np.testing.assert_allclose(whole.loss, (np.array([part.loss for part in parts]) * weights).sum() / weights.sum(), rtol=1e-6)
     with pytest.raises(InputError, match=r"batch: expected a number of rows divisible by the microbatch size 2, found 3"):
         pipe.evaluate(state, jax.tree.map(lambda a: a[:3], BATCHES[0]))
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream_2bw"])
+def test_metrics_of_an_evaluation_are_sums_over_its_microbatches_like_the_loss(variant):
+    pipe = pipeline(variant)
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    plain = pipe.evaluate(state, BATCHES[1])
+    found = pipe.evaluate(state, BATCHES[1], metrics={"close": models.close, "loss again": models.masked_squares})
+    assert (plain.metrics, list(found.metrics)) == ({}, ["close", "loss again"])
+    loss = float(plain.loss), float(plain.weight)
+    assert (float(found.loss), float(found.weight)) == loss == tuple(map(float, found.metrics["loss again"]))
+    params, held = models.on_first_device(pipe.params(state)), models.on_first_device(layer_state(state))
+    by_hand = Pipeline(STACK, pipe.plan, lambda y, labels: tuple(map(jnp.float32, models.close(y, labels))), models.momentum())
+    np.testing.assert_allclose(found.metrics["close"], value_of(by_hand, params, held, BATCHES[1]), rtol=1e-6)
+    assert 0 < float(found.metrics["close"].mean) < 1
+
+
+def test_metrics_are_compiled_once():
+    pipe = pipeline("gpipe")
+    state, traces = fresh(pipe, BATCHES), []
+
+    def counted(outputs, labels):
+        traces.append(1)
+        return models.close(outputs, labels)
+
+    means = [float(pipe.evaluate(state, BATCHES[0], {"close": counted}).metrics["close"].mean)]
+    before = len(traces)
+    means += [float(pipe.evaluate(state, BATCHES[0], {"close": counted}).metrics["close"].mean) for _ in range(2)]
+    assert len(set(means)) == 1
+    assert len(traces) == before
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda y, labels: y, r"metrics: 'm': expected \(sum, weight\), two scalars, found float32\[2, 3\]; return values.sum\(\), count"),
+        (lambda y: y, r"metrics: 'm': it does not take outputs float32\[2, 3\] of layer 'out' and labels .*; it says: TypeError"),
+    ],
+)
+def test_a_metric_that_does_not_fit_is_refused(metric, message):
+    pipe = pipeline("gpipe")
+    state = fresh(pipe, BATCHES)
+    with pytest.raises(InputError, match=message):
+        pipe.evaluate(state, BATCHES[0], metrics={"m": metric})
+    assert float(pipe.evaluate(state, BATCHES[0]).weight) > 0, "the state is still there"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ([models.close], r"metrics: expected a dict of functions by name, found list"),
+        ({"close": 3}, r"metrics: expected a function by name, found 'close': int; give \(outputs, labels\) -> \(sum, weight\)"),
+        ({3: models.close}, r"metrics: expected a function by name, found 3: function"),
+    ],
+)
+def test_metrics_that_are_no_functions_by_name_are_refused(metrics, message):
+    with pytest.raises(InputError, match=message):
+        _checked_metrics(metrics)
+
+
+def test_what_users_print_is_one_short_line():
+    pipe = pipeline("pipedream_2bw")
+    assert repr(STACK) == "LayerStack(track, noise, mix, out)"
+    assert "not compiled yet" in repr(pipe)
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    assert repr(state) == "State(before batch 1, in flight since batch 0, 3 workers)"
+    assert repr(pipe.drain(state)) == "State(before batch 1, nothing in flight, 3 workers)"
+    assert repr(state.workers[0]) == "WorkerState(already consumed; 0 buffers)"
+    assert repr(pipe).startswith("Pipeline(Plan(pipedream_2bw, 4 microbatches, 3 stages: [")
+    many = Plan.even([f"layer {i}" for i in range(1000)], 500, "pipedream", 4, replicas=2, vertical_sync=True)
+    expected = (
+        "Plan(pipedream, 4 microbatches, 500 stages: [layer 0, layer 1] × 2, [layer 2, layer 3] × 2, [layer 4, layer 5] × 2, "
+        "[layer 6, layer 7] × 2, …, [layer 998, layer 999] × 2, vertical_sync=True)"
+    )
+    assert repr(many) == str(many) == expected
 
 
 def test_evaluation_of_a_batch_without_weight_is_zero():
