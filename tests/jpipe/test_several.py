@@ -49,7 +49,7 @@ def test_several_processes_find_the_bits_of_one(case, as_case, count, found):
     each = [of_case(as_case, numbers) for numbers in found[count]]
     assert {name for numbers in each for name in numbers} == set(expected)
     told = {name for name in expected if re.match(r"(losses|weights|norms) \d|.* (in flight|at the end)$", name)}
-    assert len(told) == BATCHES * (3 if any("norms" in name for name in told) else 2) + 6
+    assert len(told) == BATCHES * (3 if any("norms" in name for name in told) else 2) + 2 * 7
     for numbers in each:
         assert told < set(numbers), "losses, norms and evaluations are known in all processes, and each holds some layers"
         for name, value in numbers.items():
