@@ -124,14 +124,18 @@ class Pipeline:
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
         """Refuse what would not run with batches like this one; the optimizer is tried on tiny arrays, nothing else is computed.
+
+        Args:
+            batch: as in `init`.
+            metrics: as in `evaluate`.
 
         Raises:
             InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
-                optimizer that cannot be applied layer by layer.
+                optimizer that cannot be applied layer by layer, a metric that does not fit.
         """
-        self._functions(batch)
+        self._check_metrics(self._functions(batch)[-1], _checked_metrics(metrics))
 
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None) -> State:
         """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
@@ -419,13 +423,16 @@ class Pipeline:
         """The stages of this process, the last one with these metrics in its evaluation; compiled when they are first asked for."""
         asked = tuple((name, id(metric)) for name, metric in metrics.items())
         if metrics and asked not in self._measuring:
-            last = self._compiled[-1]
-            outputs = self.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
-            for name, metric in metrics.items():
-                check_summed(metric, f"metrics: '{name}'", last, outputs)
+            self._check_metrics(self._compiled[-1], metrics)
             own = {w: stage for w, stage in self._stages.items() if stage.functions.last}
             self._measuring[asked] = with_metrics(own, metrics)
         return self._stages | self._measuring.get(asked, {})
+
+    def _check_metrics(self, last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
+        if metrics:
+            outputs = self.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
+            for name, metric in metrics.items():
+                check_summed(metric, f"metrics: '{name}'", last, outputs)
 
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None

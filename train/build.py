@@ -49,7 +49,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> None:
     batch = batches.train[0]
     with named_as_in_the_config(config.plan.file):
         check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, pipe.plan, devices_that_start(pipe))
-        pipe.check(batch)
+        pipe.check(batch, model.metrics(config.eval))
 
 
 def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
 
+import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ def _usable_path(path: str) -> str:
 Count = Annotated[int, Field(ge=1, le=10**9)]
 MOST_MICROBATCHES = 1024
 AUTO = "auto"  # in place of a plan's file
+METRICS = ("accuracy",)  # that need no code of the user's own
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Target = Annotated[str, AfterValidator(entry_point.check_form)]
@@ -95,6 +97,26 @@ class TrainConfig(_Section):
     eval_every: Count = 50
     eval_batches: Count = 4
     trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
+
+
+def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
+    for name, metric in metrics.items():
+        if not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) or name == "loss":
+            raise ValueError(f"expected a name of letters, digits and _, other than 'loss', found {reprlib.repr(name)}")
+        if ":" in metric:
+            entry_point.check_form(metric)
+        elif metric not in METRICS:
+            raise ValueError(f"'{name}': expected module:function or one of {', '.join(METRICS)}, found {reprlib.repr(metric)}")
+    return metrics
+
+
+class EvalConfig(_Section):
+    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy` or a `module:function`.
+
+    Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
+    """
+
+    metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
 
 class CheckpointConfig(_Section):
@@ -249,6 +271,7 @@ class Config(_Section):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
@@ -281,4 +304,5 @@ class Config(_Section):
         """The functions of the user's own that this run calls, by the key that names them."""
         named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
         own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
-        return {key: target for key, target in named.items() if target} | own
+        metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
+        return {key: target for key, target in named.items() if target} | own | metrics

@@ -9,14 +9,14 @@ import jax
 from rich.console import Console
 
 import jpipe
-from train import data, interrupt, report
+from train import data, interrupt, model, report
 from train.auto import find_plan
 from train.build import build, check, prepare_devices
 from train.checkpoints import Checkpoints
 from train.config import AUTO, Config
 from train.config_file import to_yaml
 from train.measure import Measure
-from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, mean_loss
+from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, Validation, mean_loss
 from train.preemption import Preemption
 from train.progress import Reporter
 from train.resume import VERSIONS, Resume, Resumed
@@ -173,27 +173,34 @@ def train(
     """
     steps, every = config.train.steps, config.train.eval_every
     held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
+    of_validation = model.metrics(config.eval)
+
+    def evaluate() -> list[jpipe.Evaluation]:
+        return [pipe.evaluate(state, batch, of_validation) for batch in held_out]
+
     interrupt.check()
-    before: float | list[jpipe.Evaluation]
+    before: Validation
     if resumed is None:
-        before = [pipe.evaluate(state, batch) for batch in held_out]
+        before = evaluate()
         log.validation(0, before)
     else:
-        before = resumed.facts.val_loss_before
+        before = {"val_loss": resumed.facts.val_loss_before}
         if resumed.facts.val_loss is not None:
-            log.validation(resumed.step, resumed.facts.val_loss)
+            log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
     finished: jpipe.Metrics | None = None
 
-    def facts_of(step: int) -> dict[str, float | None]:
-        return {"val_loss": log.validation_loss(step), "val_loss_before": mean_loss(before)}
+    def facts_of(step: int) -> dict[str, Any]:
+        known = log.validated(step) or {}
+        loss = known.pop("val_loss", None)
+        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before)}
 
     for step in range(state.batch, steps):
         interrupt.check()
         order = preemption.order(step, lambda: checkpoints.last_is_over)
         if order == "leave":
             return stopped(pipe, state, preemption, checkpoints, mean_loss(before), log)
-        if step % every == 0 and log.validation_loss(step) is None:
-            log.validation(step, [pipe.evaluate(state, batch) for batch in held_out])
+        if step % every == 0 and log.validated(step) is None:
+            log.validation(step, evaluate())
         if order == "save":
             checkpoints.arm_last(step)
         else:
@@ -205,7 +212,7 @@ def train(
     interrupt.check()
     measure.finish()
     state = pipe.drain(state, observe=checkpoints.observing())
-    after = [pipe.evaluate(state, batch) for batch in held_out]
+    after = evaluate()
     log.validation(steps - 1, after)
     log.finished(finished)
     checkpoints.proceed(log.through, facts_of)

@@ -1,7 +1,7 @@
 """The losses of a run as they come in: read, checked, written and shown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jpipe
@@ -11,6 +11,9 @@ from train.progress import Reporter
 from train.run_folder import METRICS, RunFolder
 from train.tensorboard import TensorBoard
 from train.together import Together
+
+Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
+"""Of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what these come of."""
 
 
 class RunStopped(RuntimeError):
@@ -45,7 +48,7 @@ class MetricsLog:
         self._reporter = reporter
         self._measure = measure
         self._together = together
-        self._validation: dict[int, float | Sequence[jpipe.Evaluation]] = {}
+        self._validation: dict[int, Validation] = {}
         self.through = -1  # the last step whose row was written, if it was to be
 
     @property
@@ -58,14 +61,14 @@ class MetricsLog:
         """Where the rows are written, if they are."""
         return None if self._folder is None else self._folder.path
 
-    def validation(self, step: int, evaluations: float | Sequence[jpipe.Evaluation]) -> None:
-        """These, or the loss that came of them, go into the row of `step`; nothing waits for them yet."""
-        self._validation[step] = evaluations
+    def validation(self, step: int, found: "Validation") -> None:
+        """It goes into the row of `step`; nothing waits for it yet."""
+        self._validation[step] = found
 
-    def validation_loss(self, step: int) -> float | None:
-        """What goes into the row of `step`, or has gone there."""
+    def validated(self, step: int) -> dict[str, float] | None:
+        """What goes into the row of `step`, or has gone there; None: nothing."""
         known = self._validation.get(step)
-        return None if known is None else mean_loss(known)
+        return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
         """Wait for these losses and write their rows."""
@@ -75,15 +78,14 @@ class MetricsLog:
             row = {"step": step, "loss": self._finite(step, "loss", float(loss))}
             if step in metrics.norms:
                 row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
-            if step in self._validation:
-                row["val_loss"] = self._validation[step] = self._finite(step, "validation loss", mean_loss(self._validation[step]))
+            row |= self._evaluated(step)
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
                 self._log(self._folder, row)  # first of all: what is told can be found there
             self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
-            self._reporter.step(step, row["loss"], row.get("val_loss"), bubble)
+            self._reporter.step(step, row["loss"], self.validated(step) or {}, bubble)
             if logged and self._tensorboard is not None:
                 shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
@@ -109,6 +111,17 @@ class MetricsLog:
                 self._reporter.say(f"'{folder.path / METRICS}' has all rows again")
             self._lacks_rows = False
 
+    def _evaluated(self, step: int) -> dict[str, float]:
+        """The validation loss of `step` and the metrics that are numbers, if there was a validation."""
+        if step not in self._validation:
+            return {}
+        found = means(self._validation[step])
+        self._finite(step, "validation loss", found["val_loss"])
+        for name in [name for name, value in found.items() if not math.isfinite(value)]:
+            self._reporter.say(f"step {step}: {name} is {found.pop(name)}; metrics.jsonl does not have it")
+        self._validation[step] = found
+        return found
+
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
             hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
@@ -116,9 +129,20 @@ class MetricsLog:
         return value
 
 
-def mean_loss(evaluations: float | Sequence[jpipe.Evaluation]) -> float:
-    """The loss over all the batches, each counting for its weight; one that is known already as it is."""
-    if isinstance(evaluations, float):
-        return evaluations
-    weights = [float(evaluation.weight) for evaluation in evaluations]
-    return sum(float(e.loss) * weight for e, weight in zip(evaluations, weights, strict=True)) / sum(weights)
+def means(found: Validation) -> dict[str, float]:
+    """The loss and the metrics over all the batches of a validation, as a row has them; each batch counts for its weight."""
+    if isinstance(found, Mapping):
+        return dict(found)
+    of_metrics = {f"val_{name}": [evaluation.metrics[name] for evaluation in found] for name in found[0].metrics}
+    parts = {"val_loss": [jpipe.Mean(evaluation.loss, evaluation.weight) for evaluation in found]} | of_metrics
+    return {name: _mean(batches) for name, batches in parts.items()}
+
+
+def _mean(batches: Sequence[jpipe.Mean]) -> float:
+    weights = [float(batch.weight) for batch in batches]
+    return sum(float(batch.mean) * weight for batch, weight in zip(batches, weights, strict=True)) / sum(weights)
+
+
+def mean_loss(found: Validation) -> float:
+    """The loss over all the batches of a validation."""
+    return means(found)["val_loss"]

@@ -4,13 +4,15 @@ import inspect
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 import jpipe
 from jpipe import InputError
 from train import entry_point, gpt
 from train.arguments import check_names, parameters_of
-from train.config import LossConfig, ModelConfig
+from train.config import EvalConfig, LossConfig, ModelConfig
 
 
 def layers(config: ModelConfig) -> jpipe.LayerStack:
@@ -40,6 +42,26 @@ def loss(config: LossConfig) -> Any:
     with entry_point.placed("loss.arguments"):
         check_names(function, config.target, config.arguments, filled)
     return partial(function, **config.arguments)
+
+
+def metrics(config: EvalConfig) -> dict[str, Any]:
+    """By name `(outputs, labels) -> (sum, weight)` of each metric of an evaluation.
+
+    Raises:
+        InputError: a target is not there.
+    """
+    named = config.metrics.items()
+    return {name: entry_point.load(metric, f"eval.metrics.{name}") if ":" in metric else _accuracy for name, metric in named}
+
+
+def _accuracy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, int]:
+    """How many of the labels have the largest logit, and how many there are."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer) or logits.shape[:-1] != labels.shape:
+        raise InputError(
+            f"eval.metrics: accuracy: expected logits of classes and integer labels, found {logits.dtype}{list(logits.shape)} and "
+            f"{labels.dtype}{list(labels.shape)}; name a module:function of your own"
+        )
+    return (logits.argmax(-1) == labels).sum(), labels.size
 
 
 def _instead(found: Any) -> str:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.cells import cell_len
@@ -94,8 +94,8 @@ class Reporter:
             self._task = self._bar.add_task("", total=self._steps)
             yield
 
-    def step(self, step: int, loss: float, val_loss: float | None, bubble: float | None = None) -> None:
-        """Step `step` (from 0) is finished; `bubble` is the last that was measured."""
+    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None) -> None:
+        """Step `step` (from 0) is finished; `validation` is what `metrics.jsonl` has of one, `bubble` the last that was measured."""
         now = self._clock()
         if self._last is not None:
             self._recent.append(now - self._last)
@@ -107,12 +107,13 @@ class Reporter:
             words += f"  bubble {bubble:.0%}"
         if self._recent:
             words += f"  {_clock((self._steps - step - 1) * statistics.median(self._recent))} left"
+        shown = "  ".join(f"{name.replace('val_', 'validation ', 1)} {value:.3f}" for name, value in validation.items())
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step + 1, description=words)
-            if val_loss is not None:
-                self.say(f"step {step}  validation loss {val_loss:.3f}")
-        elif val_loss is not None:
-            self.say(f"step {step}  {words}  validation loss {val_loss:.3f}")
+            if validation:
+                self.say(f"step {step}  {shown}")
+        elif validation:
+            self.say(f"step {step}  {words}  {shown}")
         elif (step + 1) % self._every == 0:
             self.say(f"step {step}  {words}")
 

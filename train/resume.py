@@ -36,6 +36,7 @@ class Facts(pydantic.BaseModel):
         devices: how many there were.
         val_loss_before: before the first step.
         val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
+        val_metrics: likewise, by their names in a row.
         versions: of jpipe and JAX.
     """
 
@@ -46,6 +47,7 @@ class Facts(pydantic.BaseModel):
     devices: int
     val_loss_before: float
     val_loss: float | None = None
+    val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
 
 

@@ -154,6 +154,10 @@ def test_what_64_bits_hold_is_read(number):
                 ("optimizer", "lr_schedule", "learning-rate schedule"),
             ]
         ),
+        ("eval: {metrics: {loss: accuracy}}", "eval.metrics: expected a name of letters, digits and _, other than 'loss', found 'loss'"),
+        ("eval: {metrics: {a b: accuracy}}", "eval.metrics: expected a name of letters, digits and _, other than 'loss', found 'a b'"),
+        ("eval: {metrics: {top5: top5}}", "eval.metrics: 'top5': expected module:function or one of accuracy, found 'top5'"),
+        ("eval: {metrics: {top5: 'a:b'}}", "found code of its own to import and run: 'a:b' (eval.metrics.top5); read that code"),
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'?"),
     ],
 )
@@ -179,7 +183,7 @@ def test_a_path_that_no_file_can_have_is_refused(write, key, path, message):
     assert str(caught.value).endswith(f"config.yaml: {key}: {message}")
 
 
-@pytest.mark.parametrize("section", ["run", "data", "train", "model", "loss", "plan", "optimizer"])
+@pytest.mark.parametrize("section", ["run", "data", "train", "eval", "model", "loss", "plan", "optimizer"])
 def test_an_empty_section_is_its_defaults(write, section):
     assert config_file.load(write(f"{section}:\n")) == config_file.load(write(""), [f"{section}=null"]) == Config()
 

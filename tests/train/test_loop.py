@@ -58,6 +58,31 @@ def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     assert yaml.safe_load((again.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
+def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
+    metrics = {"accuracy": "accuracy", "lost": "tests.train.metrics:lost"}
+    rows = rows_of(loop.main(changed(tiny | {"eval": {"metrics": metrics}, "optimizer": {"learning_rate": 0.1}})).folder)
+    assert [list(row) for row in rows] == [
+        ["step", "loss", "val_loss", "val_accuracy"] if step % 2 == 0 else ["step", "loss"] for step in range(5)
+    ]
+    assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
+    shown = capsys.readouterr().out
+    assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in shown
+    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in shown
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"top5": "tests.train.metrics:nothing"}, "eval.metrics.top5: the module 'tests.train.metrics' has no function 'nothing'"),
+        ({"top5": "tests.train.metrics:of_outputs"}, r"metrics: 'top5': it does not take outputs float32\[2, 8, 256\] of layer 'head'"),
+    ],
+)
+def test_metrics_that_do_not_fit_are_refused_before_a_folder_is_made(tiny, metrics, message):
+    with pytest.raises(jpipe.InputError, match=message):
+        loop.main(changed(tiny | {"eval": {"metrics": metrics}}))
+    assert not Path(tiny["run"]["dir"]).exists()
+
+
 @pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
 def test_every_schedule_logs_every_step(tiny, schedule):
     rows = rows_of(loop.main(changed(tiny, plan={"schedule": schedule})).folder)
@@ -208,7 +233,7 @@ def reported(durations: list[float], steps: int, **console) -> tuple[Reporter, l
     with reporter.training():
         for step, seconds in enumerate(durations):
             now[0] += seconds
-            reporter.step(step, 1.0, None)
+            reporter.step(step, 1.0, {})
     return reporter, shown.getvalue().splitlines()
 
 

@@ -83,7 +83,7 @@ def check_equal(found, expected):
     ids=lambda plan: plan["schedule"],
 )
 def test_a_run_that_was_stopped_is_the_run_that_went_on(plan, saved, tmp_path, monkeypatch):
-    config = saved | {"plan": plan, "model": saved["model"] | {"dropout": 0.3}}
+    config = saved | {"plan": plan, "model": saved["model"] | {"dropout": 0.3}, "eval": {"metrics": {"accuracy": "accuracy"}}}
     config["plan"].setdefault("microbatches", 2)
     whole = loop.main(changed(config, run={"dir": str(tmp_path / "whole")}))
     parts = run_in_two(config, monkeypatch, 6)
