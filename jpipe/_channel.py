@@ -1,7 +1,8 @@
 """The channel between the processes of a run: a star of connections, lines of JSON, one thread a process that does the talking.
 
 Process 0 listens, the others connect. What a process posts goes to process 0, whose `Desk` answers to all. That thread hears and beats
-while the main thread is stuck in a collective, which by itself never raises. No arrays pass here.
+while the main thread is stuck in a collective, which by itself never raises. No arrays pass here. Who connects proves that it belongs to
+the run (`jpipe.handshake`).
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import ipaddress
 import itertools
 import json
+import logging
 import math
 import secrets
 import socket
@@ -19,9 +21,14 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from jpipe import handshake
 from jpipe._desk import Beat, Desk, Message
 from jpipe._errors import InputError
+from jpipe.handshake import Caller, Door
 
+_PURPOSE = "channel"  # of these connections, for the handshake
+_LOOK = 0.01  # seconds between two looks at who wants to come in
+_log = logging.getLogger("jpipe")
 _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 
 
@@ -84,17 +91,27 @@ class JaxStore:
         self._key = f"jpipe/processes/{next(self._joins)}"
 
     def put(self, value: str) -> None:
-        self._client.key_value_set(self._key, value)
+        try:
+            self._client.key_value_set(self._key, value)
+        except RuntimeError as error:
+            raise InputError(
+                f"process 0 cannot leave word of where it can be reached ({_status(error)}): somebody else has written there; "
+                "start the run again, on a network that strangers cannot reach"
+            ) from None
 
     def get(self, seconds: float) -> str:
         try:
             return self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0].partition(":")[0]
             raise InputError(
-                f"process {self.index} was not told within {seconds:g} s where process 0 can be reached ({reason}); see what process 0 "
-                "says, and let all processes of a run join at the same place"
+                f"process {self.index} was not told within {seconds:g} s where process 0 can be reached ({_status(error)}); see what "
+                "process 0 says, and let all processes of a run join at the same place"
             ) from None
+
+
+def _status(error: RuntimeError) -> str:
+    """The first word of an error of JAX's."""
+    return (str(error).splitlines() or [""])[0].partition(":")[0]
 
 
 class Channel:
@@ -113,29 +130,33 @@ class Channel:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
         self._desk = Desk(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
+        self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each of the others
         self._silent: dict[int, int] = {}  # beats since each of them was heard
         self._ready: Future[None] = Future()  # what is posted earlier would be lost
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    def open(self, store: Store, limit: float) -> None:
+    def open(self, store: Store, limit: float, secret: bytes | None = None) -> None:
         """Find the others and begin to talk; does not wait until all are there.
 
         Args:
-            store: where process 0 leaves its address.
+            store: where process 0 leaves its address, and a token of this channel.
             limit: seconds to wait for that.
+            secret: that all processes share. Without one whoever can read the store can join.
 
         Raises:
-            InputError: process 0 cannot be reached.
+            InputError: process 0 cannot be reached, or has another secret.
             OSError: the talking thread cannot begin.
         """
         if self._index == 0:
             listener, token = _listen_at(store.host), secrets.token_hex(16)
             store.put(json.dumps([store.host, listener.getsockname()[1], token]))
-            talk = self._serve(listener, token)
+            talk = self._serve(Door(listener, handshake.key(secret, token), _PURPOSE))
         else:
-            host, port, token = json.loads(store.get(limit))
-            talk = self._join(_connect_to(host, port, self._index, limit), token)
+            host, port, token = _address(store.get(limit))
+            connection = _connect_to(host, port, self._index, limit)
+            _introduce(connection, handshake.key(secret, token), self._index, self._count, limit)
+            talk = self._join(connection)
         # With a factory of its own the loop does not become the event loop of the caller's thread.
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
@@ -179,44 +200,50 @@ class Channel:
         while self._index == 0 and self._peers:
             time.sleep(0.01)
 
-    async def _serve(self, listener: socket.socket, token: str) -> None:
+    async def _serve(self, door: Door) -> None:
         """Process 0: let the others in, until all are here, and beat."""
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            peer = await self._admit(reader, token)
-            if peer is not None:
-                self._peers[peer] = writer
-                if len(self._peers) == self._count - 1:
-                    server.close()
-                await self._listen(reader, peer)
-                del self._peers[peer]
-            writer.close()
-
-        server = await asyncio.start_server(accept, sock=listener, limit=_LINE, start_serving=False)
-        await server.start_serving()
+        admitting = asyncio.create_task(self._admit(door))
         self._ready.set_result(None)
-        await self._keep_beating()
+        try:
+            await self._keep_beating()
+        finally:
+            admitting.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.grace):
                 while self._peers:  # they hang up when they have read that all are at the end
                     await asyncio.sleep(0.005)
 
-    async def _admit(self, reader: asyncio.StreamReader, token: str) -> int | None:
-        """The index of the process that has connected; None for a stranger, who does not know the token."""
+    async def _admit(self, door: Door) -> None:
+        """Let each of the others in once; strangers are dropped, and counted."""
+        absent = set(range(1, self._count))
         try:
-            async with asyncio.timeout(10):
-                word, _, index = (await reader.readline()).partition(b" ")
-            if not secrets.compare_digest(word, token.encode()):
-                return None
-            peer = int(index)
-            return peer if 0 < peer < self._count and peer not in self._peers else None
-        except (OSError, ValueError, asyncio.CancelledError):  # the last: who has said nothing when the run ends
-            return None
+            with door:
+                while absent:
+                    for caller in door.poll(0):
+                        if caller.index in absent and caller.count == self._count:
+                            absent.remove(caller.index)
+                            self._talks.add(asyncio.create_task(self._talk_with(caller)))
+                        else:
+                            door.dropped["with a wrong number"] += 1
+                            caller.link.close()
+                    await asyncio.sleep(_LOOK)
+        finally:
+            if told := door.told():
+                _log.warning("jpipe: %s while the processes joined", told)
 
-    async def _join(self, connection: socket.socket, token: str) -> None:
-        """Any other process: say who this is, listen and beat."""
+    async def _talk_with(self, caller: Caller) -> None:
+        caller.answer("welcome")
+        reader, writer = await asyncio.open_connection(sock=caller.link, limit=_LINE)
+        self._peers[caller.index] = writer
+        try:
+            await self._listen(reader, caller.index)
+        finally:
+            del self._peers[caller.index]
+            writer.close()
+
+    async def _join(self, connection: socket.socket) -> None:
+        """Any other process: listen and beat."""
         reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE)
-        writer.write(f"{token} {self._index}\n".encode())
         self._peers[0] = writer
         self._ready.set_result(None)
         listening = asyncio.create_task(self._listen(reader, 0))
@@ -274,6 +301,36 @@ class Channel:
 
 def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+def _address(text: str) -> tuple[str, int, str]:
+    """Host, port and token, as process 0 has left them; InputError for anything else, which is then no word of process 0's."""
+    try:
+        host, port, token = json.loads(text)
+        if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(
+            f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
+        ) from None
+    return host, port, token
+
+
+def _introduce(connection: socket.socket, key: bytes, index: int, count: int, limit: float) -> None:
+    """Prove to process 0 that this one belongs to the run, and have it prove the same."""
+    try:
+        if handshake.call(connection, key, _PURPOSE, index, count, limit) is not None:
+            connection.settimeout(None)
+            return
+        how = "it closes the connection; see what process 0 says"
+    except TimeoutError:
+        how = f"it does not answer within {limit:g} s; see what process 0 says"
+    except handshake.UnknownHere:
+        how = f"it has another secret; give all processes of the run the same {handshake.VARIABLE}, or none of them any"
+    except handshake.NotOfThisRun:
+        how = "somebody else answers there; start the run again, on a network that strangers cannot reach"
+    connection.close()
+    raise InputError(f"process {index} cannot join process 0: {how}")
 
 
 def _listen_at(host: str) -> socket.socket:

@@ -59,7 +59,7 @@ class Desk:
             case {"stop": reason}:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
-                own = self._beats[sender] = Beat(**beat)
+                own = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
                 still = min(other.still for other in self._beats.values())
                 if own.seconds > own.limit and still > own.limit:  # not while large arrays are on their way, over slow links
                     culprit = self._culprit(sender)

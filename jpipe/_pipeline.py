@@ -31,6 +31,7 @@ from jpipe._stage import Loss, StageFunctions, check_summed, floats_of, stage_fu
 from jpipe._state import State, WorkerState
 from jpipe._steps import Steps
 from jpipe._transport import Transport, arrived, progress, to_host
+from jpipe.handshake import find_secret
 from jpipe.schedules import SCHEDULES
 
 Tree = Any
@@ -39,7 +40,7 @@ Tree = Any
 _joined: list[Processes] = []  # the processes of this run, once they have joined
 
 
-def join_processes(limit: float = 60.0, wait: float = Limits.wait) -> Processes | None:
+def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: bytes | None = None) -> Processes | None:
     """The processes of this run, joined by the first call, which all make; None where there is only this one. JAX starts no device for it.
 
     When Python ends they part by themselves (`Processes.end`).
@@ -48,15 +49,18 @@ def join_processes(limit: float = 60.0, wait: float = Limits.wait) -> Processes 
         limit: seconds that the first call waits for the others.
         wait: seconds without progress in any process after which the run is given up; by the first call, the same in all processes.
             More than the longest computation of a microbatch takes, and whatever is done in one process alone.
+        secret: that all processes share, to recognize each other by (`jpipe.handshake`); that of the variable `JPIPE_SECRET` where not
+            given. Without one whoever reaches JAX's coordinator can join.
 
     Raises:
-        InputError: process 0 cannot be reached, or the wait is no time.
+        InputError: process 0 cannot be reached or has another secret, the secret is too short, or the wait is no time.
         PeerLost: not all have joined in time.
     """
     if not wait > 0:
         raise InputError(f"wait limit: expected more than 0 seconds, found {wait:g}")
     if not _joined and jax.distributed.is_initialized():
-        _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), progress=progress))
+        secret = find_secret() if secret is None else secret
+        _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), progress=progress, secret=secret))
         atexit.register(_joined[0].end)  # after JAX's own exit, and so called before it
     return _joined[0] if _joined and _joined[0].count > 1 else None
 

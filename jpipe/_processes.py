@@ -64,7 +64,13 @@ class Processes:
 
     @classmethod
     def join(
-        cls, *, limit: float = 60.0, limits: Limits | None = None, store: Store | None = None, progress: Callable[[], int] = lambda: 0
+        cls,
+        *,
+        limit: float = 300.0,
+        limits: Limits | None = None,
+        store: Store | None = None,
+        progress: Callable[[], int] = lambda: 0,
+        secret: bytes | None = None,
     ) -> "Processes":
         """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
 
@@ -73,15 +79,16 @@ class Processes:
             limits: how long silence and waits may last; the same in all processes.
             store: how the processes find each other; by `jax.distributed` where not given.
             progress: a number that grows as long as this process exchanges anything with others: waits may then last longer.
+            secret: that all processes share, to recognize each other by.
 
         Raises:
-            InputError: process 0 cannot be reached.
+            InputError: process 0 cannot be reached, or has another secret.
             PeerLost: not all have joined in time.
         """
         store = JaxStore() if store is None else store
         processes = cls(store.index, store.count, Limits() if limits is None else limits, progress)
         if processes.count > 1:
-            processes._channel.open(store, limit)
+            processes._channel.open(store, limit, secret)
             processes._meet("joining", {}, "all processes to join", limit)
         return processes
 

@@ -24,8 +24,9 @@ def train(
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None,
-    connect_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0,
+    connect_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
     wait_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 45.0,
+    secret_file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
 ) -> int:
     """Train a model through a pipeline, as a YAML file says; in several processes, each is started with this command.
 
@@ -40,6 +41,7 @@ def train(
         process_id: Several processes: the number of this one, from 0.
         connect_limit: Several processes: how long each waits for the others at the start.
         wait_limit: Several processes: how long none of them may get on before the run is given up; more than a microbatch takes.
+        secret_file: Several processes: what they recognize each other by, the same for all; by default the variable JPIPE_SECRET.
     """
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
@@ -54,7 +56,7 @@ def train(
         overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
         distributed.check_limit("--wait-limit", wait_limit)
-        count = distributed.start(coordinator, num_processes, process_id, connect_limit)
+        count = distributed.start(coordinator, num_processes, process_id, connect_limit, secret_file)
         loop.main(settings, count, connect_limit, wait_limit, resume)
     except InputError as error:
         code = _fail(str(error), 2)

@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 import jax
 
-from jpipe import InputError, Processes, join_processes
-from train import rendezvous
+from jpipe import InputError, Processes, handshake, join_processes
+from train import jax_runtime, rendezvous
 from train.rendezvous import Address
 
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Without a heartbeat for so long JAX ends the process by SIGABRT. That is the last resort, and within a minute.
-_HEARTBEAT_TIMEOUT = 50
-_SHUTDOWN_TIMEOUT = 10
+
+CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
 
 _Given = tuple[str | None, int | None, int | None]
 
 _at_the_end = contextlib.ExitStack()  # what `stop` does; of JAX's runtime, too, there is one a process
+_secret: bytes | None = None  # of this run, once it has started
 
 
 class Membership(NamedTuple):
@@ -40,7 +40,13 @@ class Membership(NamedTuple):
     devices: list[int] | None = None
 
 
-def start(coordinator: str | None, num_processes: int | None, process_id: int | None, connect_limit: float = 60.0) -> int:
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    connect_limit: float = CONNECT_LIMIT,
+    secret_file: str | None = None,
+) -> int:
     """Join the other processes of this run, before JAX touches a device; nothing happens where there is only this one.
 
     Without arguments the environment is asked: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters
@@ -51,43 +57,41 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         num_processes: how many processes there are; 1 alone asks nobody.
         process_id: the number of this one, from 0.
         connect_limit: seconds to wait for the others.
+        secret_file: holds what all processes share, to recognize each other by; without it `JPIPE_SECRET` is asked.
 
     Returns:
         How many processes there are.
 
     Raises:
-        InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come.
+        InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come, a secret
+            that is none or that the others do not have.
     """
+    global _secret
     me = membership(coordinator, num_processes, process_id, connect_limit)
     if me is None or me.num_processes == 1:
         return 1
+    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
     if me.process_id == 0:
-        links = rendezvous.host(me.coordinator, me.num_processes, connect_limit)
+        if _secret is None and not jax_runtime.is_loopback(me.coordinator.host):
+            _warn(
+                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can come as one of the processes; "
+                f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
+            )
+        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen)
+        if meeting.dropped:
+            _warn(f"{meeting.dropped} while the processes met")
         # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
         _at_the_end.callback(jax.distributed.shutdown)
-        _at_the_end.callback(rendezvous.wait_until_closed, links, _SHUTDOWN_TIMEOUT)
+        _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
     else:
-        _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit))
+        _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret))
         _at_the_end.callback(jax.distributed.shutdown)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # With it JAX would catch SIGTERM from here on, also where the process is to end at once; jpipe agrees by itself (train/preemption.py).
-    jax.config.update("jax_enable_preemption_service", False)
-    # Without it JAX ends all processes when one of them dies, before they can say which. When process 0 does, it ends them anyway.
-    jax.config.update("jax_enable_recoverability", True)
-    try:
-        jax.distributed.initialize(
-            str(me.coordinator),
-            me.num_processes,
-            me.process_id,
-            local_device_ids=me.devices,
-            cluster_detection_method="deactivate",  # all is known; a cluster around us may mean something else
-            initialization_timeout=math.ceil(connect_limit),
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
-            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise InputError(f"{me.coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+    jax_runtime.start(me.coordinator, me.num_processes, me.process_id, me.devices, listen, connect_limit)
     return me.num_processes
+
+
+def _warn(message: str) -> None:
+    print(f"jpipe: {message}", file=sys.stderr, flush=True)
 
 
 def join(limit: float, wait: float) -> Processes | None:
@@ -101,7 +105,7 @@ def join(limit: float, wait: float) -> Processes | None:
         InputError: process 0 cannot be reached, or the wait is no time.
         PeerLost: not all have joined in time.
     """
-    if (processes := join_processes(limit, wait)) is not None:
+    if (processes := join_processes(limit, wait, _secret)) is not None:
         _at_the_end.callback(processes.close)
     return processes
 
@@ -135,7 +139,9 @@ def leave_at_once(code: int) -> None:
     atexit.register(leave)  # the last one registered is the first to be called
 
 
-def membership(coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = 60.0) -> Membership | None:
+def membership(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
+) -> Membership | None:
     """What the flags say, or else the environment; None where there is only this process and nobody says more.
 
     Raises:

@@ -18,6 +18,7 @@ from train.process_tree import BAD_INPUT, Tree, say
 MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
 GRACE = 9.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
 PAUSE = 1.0  # seconds before a failed job is started again
+SECRET = "JPIPE_SECRET"  # the variable by which the processes recognize each other; jpipe.handshake, which imports more, has it too
 JOB = "JPIPE_JOB"  # the variable that is the same for all attempts of one job, and different for all jobs
 _LONGEST_PAUSE = 60.0  # a job that fails at once each time then takes no more of the machine than one that works
 _JPIPE = (sys.executable, "-P", "-m", "train.cli")  # -P: no train.py of the current folder's
@@ -61,7 +62,8 @@ def main(
     they lose it and go on.
 
     A job that was ended by such a signal or by bad input is not started again. All attempts have the same command and the same
-    `JPIPE_JOB`, by which they find their run folder (`train.run_folder`); each has a port of its own.
+    `JPIPE_JOB`, by which they find their run folder (`train.run_folder`); each has a port of its own. The processes of a job share a
+    secret that nobody else knows, and listen at loopback addresses only.
 
     Args:
         num_processes: how many.
@@ -77,7 +79,7 @@ def main(
         ended it or this process.
     """
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
-    variables = {JOB: secrets.token_hex(8)} if max_restarts else {}
+    variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
     with _heard() as signals:
         while True:

@@ -29,7 +29,9 @@ from train.terminal import count, first_line
 from train.together import Together, facts, joined
 
 
-def main(config: Config, num_processes: int = 1, connect_limit: float = 60.0, wait_limit: float = 45.0, resume: Resume = "auto") -> Summary:
+def main(
+    config: Config, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0, resume: Resume = "auto"
+) -> Summary:
     """Train as `config` says.
 
     Args:

