@@ -19,6 +19,7 @@ import planner
 from train import config_file, distributed
 from train.build import start_devices
 from train.config import Config
+from train.numeric_settings import numeric_settings
 
 T = TypeVar("T")
 
@@ -193,8 +194,7 @@ def facts(config: Config) -> dict[str, str]:
         "code of jpipe": f"{jpipe.__version__} {_code()}",
         **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         **{f"code of {module}": _own_code(module) for module in sorted({target.partition(":")[0] for target in config.code.values()})},
-        "jax_enable_x64": str(jax.config.values["jax_enable_x64"]),
-        "jax_default_matmul_precision": str(jax.config.values["jax_default_matmul_precision"]),
+        **numeric_settings(),
         "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
     }
 

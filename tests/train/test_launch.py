@@ -176,7 +176,9 @@ def test_a_second_signal_waits_for_nobody():
 ATTEMPT = """
 count = len(os.listdir(sys.argv[1]))  # of the attempts before
 port = sys.argv[sys.argv.index("--coordinator") + 1]
-print(port, os.environ["JPIPE_JOB"], flush=True)
+secret = os.environ["JPIPE_SECRET"]
+assert len(secret) == 64 and secret not in " ".join(sys.argv)
+print(port, os.environ["JPIPE_JOB"], secret, flush=True)
 """
 
 
@@ -199,9 +201,10 @@ sys.exit(7 + count)
     of_0 = [line.split() for line in out.splitlines() if not line.startswith("[1] ")]
     of_1 = [line.removeprefix("[1] ").split() for line in out.splitlines() if line.startswith("[1] ")]
     assert of_0 == of_1, "each attempt is one of both processes"
-    ports, jobs = zip(*of_0, strict=True)
+    ports, jobs, keys = zip(*of_0, strict=True)
     assert len(set(ports)) == 3, "each attempt has a port of its own"
     assert len(set(jobs)) == 1, "all are attempts of one job"
+    assert len(set(keys)) == 1, "the processes of a job have one secret"
 
 
 @pytest.mark.parametrize(("last", "told"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])

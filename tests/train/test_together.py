@@ -45,9 +45,18 @@ window = text.Windows.__getitem__
 
 
 def noted(self, index):
-    """Which process reads a window of the text."""
-    pathlib.Path(f"read-{jax.process_index()}").touch()
+    """Which process reads a window of the text, and where it listens meanwhile, as Linux tells it."""
+    pathlib.Path(f"read-{jax.process_index()}").write_text(" ".join(listens()))
     return window(self, index)
+
+
+def listens():
+    own = {os.path.basename(os.path.realpath(path)) for path in pathlib.Path("/proc/self/fd").glob("*")}
+    for table in pathlib.Path("/proc/self/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            _, here, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                yield here.split(":")[0]
 
 
 text.Windows.__getitem__ = noted
@@ -183,6 +192,9 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     code, out, err = done("launch", "-n", "4", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
     assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
+    assert not {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()} - loopback
+    assert sys.platform != "linux" or Path("read-0").read_text(), "JAX's coordinator is there, and gloo"
     assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
     assert [line.split() for line in out if line.startswith("stage ")] == [
         ["stage", str(s), f"w{s}", f"p{s}", f"cpu:{s}"] for s in range(4)
@@ -302,6 +314,33 @@ def version_of_jaxlib(patch):
     patch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == "jaxlib" else real(name))
 
 
+@contextlib.contextmanager
+def jax_setting(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        lambda _: jax_setting("jax_log_compiles", True),
+        lambda _: jax_setting("jax_compilation_cache_dir", "elsewhere"),
+        lambda _: jax_setting("jax_dump_ir_to", "elsewhere"),
+        lambda _: jax_setting("jax_cuda_visible_devices", "1"),
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to=elsewhere --xla_force_host_platform_device_count=2"),
+    ],
+)
+def test_what_changes_no_number_each_process_may_have_its_own(difference, tiny, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    first = together.facts(changed(tiny))
+    with difference(monkeypatch) or contextlib.nullcontext():
+        assert together.facts(changed(tiny)) == first
+
+
 def code_of_own_parts(patch):
     Path("own/parts.py").write_text("def model(): return 2")
 
@@ -314,6 +353,15 @@ def code_of_own_parts(patch):
         (code_of_own_parts, "code of own.parts"),
         (lambda _: jax.enable_x64(True), "jax_enable_x64"),
         (lambda _: jax.default_matmul_precision("float32"), "jax_default_matmul_precision"),
+        (lambda _: jax.default_prng_impl("rbg"), "jax_default_prng_impl"),
+        (lambda _: jax.threefry_partitionable(False), "jax_threefry_partitionable"),
+        (lambda _: jax.numpy_dtype_promotion("standard"), "jax_numpy_dtype_promotion"),
+        (lambda _: jax_setting("jax_random_seed_offset", 7), "jax_random_seed_offset"),
+        (lambda _: jax_setting("jax_softmax_custom_jvp", True), "jax_softmax_custom_jvp"),
+        (lambda _: jax_setting("jax_disable_most_optimizations", True), "jax_disable_most_optimizations"),
+        (lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), "XLA_FLAGS"),
+        (lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "0"), "NVIDIA_TF32_OVERRIDE"),
+        (lambda patch: patch.setenv("FLAX_FIX_RNG_SEPARATOR", "1"), "FLAX_FIX_RNG_SEPARATOR"),
     ],
 )
 def test_what_differs_between_processes_is_refused_and_named(difference, name, tiny, monkeypatch):

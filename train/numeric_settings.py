@@ -1,0 +1,34 @@
+"""The settings of JAX, XLA and Flax that change numbers, which all processes of a run need alike."""
+
+import enum
+import os
+import re
+
+import jax
+
+# Settings that processes may have each its own: what is logged, cached, checked, or waited for; addresses; and the devices, which are
+# compared by themselves. All others are compared, those of newer versions of JAX too: some change numbers, and a difference in the rest
+# is a mistake all the same.
+_OWN = re.compile(
+    r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"
+    r"|cross_host|transfer_guard|debug|check|cpu_get|include)(_.*)?"
+    r"|(jax|mock)_.*(_visible_devices|_debug|_verbose_errors|_cache_errors|_cache_key|_processes|_proxy_envs|_min_ops)"
+    r"|jax_(enable_checks|enable_compilation_cache|enable_preemption_service|enable_recoverability|thread_guard"
+    r"|array_garbage_collection_guard|hlo_source_file_canonicalization_regex|source_url_schema|send_traceback_to_runtime"
+    r"|distributed_debug|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
+)
+_VARIABLES = re.compile(r"(FLAX|NNX)_.*|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE")
+_OWN_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA
+
+
+def numeric_settings() -> dict[str, str]:
+    """Each of them as text, by the name that a user knows it by."""
+    of_jax = {
+        name: str(value)
+        for name, value in sorted(jax.config.values.items())
+        # What is no plain value could look different in each process.
+        if not _OWN.fullmatch(name) and isinstance(value, (bool, int, float, str, enum.Enum, type(None)))
+    }
+    variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
+    return of_jax | variables | {"XLA_FLAGS": " ".join(flags)}
