@@ -109,6 +109,29 @@ def test_commands_of_a_page_have_options_and_files_that_are_there(shown, capsys,
         assert not re.match("(configs|examples)/", word) or (ROOT / word).exists(), word
 
 
+@pytest.mark.parametrize(
+    ("language", "snippet"), [m for page in PAGES for m in re.findall(r"^```(yaml|bash)\n(.*?)^```", page.read_text(), re.M | re.S)]
+)
+def test_yaml_and_shell_of_a_page_can_be_read(language, snippet):
+    if language == "yaml":
+        assert all(isinstance(document, dict | list) for document in yaml.safe_load_all(snippet))
+    else:
+        assert subprocess.run(["bash", "-n"], input=snippet, text=True, capture_output=True, check=False).stderr == ""
+
+
+def test_the_indexed_job_has_what_kubernetes_asks_for():
+    text = (ROOT / "docs" / "multi-process.md").read_text()
+    service, job = yaml.safe_load_all(re.search(r"^```yaml\n(apiVersion.*?)^```", text, re.MULTILINE | re.DOTALL)[1])
+    assert (service["spec"]["clusterIP"], job["spec"]["completionMode"]) == ("None", "Indexed")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    given = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(given["JAX_NUM_PROCESSES"])
+    assert given["JAX_COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+    assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
