@@ -11,8 +11,10 @@ Everything below a marker is what was written then, or is told as damaged. A fol
 """
 
 import contextlib
+import errno
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
+from jpipe.files import make_folder, to_disk, write_atomically
 from train.checkpoint_records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
 from train.orbax_item import Tree, item_specs, read_item, write_item
-from train.run_folder import to_disk, write_atomically
 
 
 def begin(folder: Path, step: int | None) -> None:
@@ -39,9 +41,9 @@ def begin(folder: Path, step: int | None) -> None:
     """
     place = folder / "checkpoints"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
     except OSError as error:
-        raise InputError(f"{place}: expected a folder to write checkpoints to, found {error.strerror}; choose another run.dir") from None
+        raise InputError(f"{place}: checkpoints cannot be written there: {error.strerror}; choose another run.dir") from None
     if step is None and (found := steps(folder)):
         raise InputError(
             f"{place}: expected no checkpoint where a run begins, found that of step {found[-1]}; resume, or choose another run.dir"
@@ -52,7 +54,7 @@ def begin(folder: Path, step: int | None) -> None:
                 _remove(_place(folder, later))
             except OSError as error:
                 raise InputError(
-                    f"{_place(folder, later)}: in the way of checkpoints to come, and cannot be removed: {error.strerror}; move it away"
+                    f"{_place(folder, later)}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away"
                 ) from None
 
 
@@ -73,7 +75,8 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         OSError: the disk is full, say.
     """
     place = _place(folder, step)
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place.parent)
+    make_folder(place)
     _remove_item(place, process)
     try:
         item = place / f"process-{process}"
@@ -139,7 +142,8 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
 
 def discard(folder: Path, step: int) -> None:
     """Remove what there is of a checkpoint that will not be complete, as far as that can be; nobody may be writing it."""
-    shutil.rmtree(_place(folder, step), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(_place(folder, step))
 
 
 def steps(folder: Path) -> list[int]:
@@ -296,7 +300,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: fl
                 kept.add(step)
                 last = written
     for step in _numbers(folder):
-        if step < whole[-1] and step not in kept:
+        if step < whole[-1] and step not in kept and not _not_ours(_place(folder, step)):
             _remove(_place(folder, step))
 
 
@@ -327,26 +331,47 @@ def _item_names(processes: int) -> list[str]:
     return [f"process-{process}.json" for process in range(processes)]
 
 
+_OURS = re.compile(rf"{re.escape(MARKER)}|{re.escape(ROWS)}|process-\d+(\..*)?|\.jpipe-\w+\.tmp|\..*\.unfinished")
+"""The names of what a checkpoint holds, unfinished files among them, those of earlier versions too."""
+
+
 def _numbers(folder: Path) -> list[int]:
     """The steps of all checkpoints, unfinished ones too, ascending."""
+    place = folder / "checkpoints"
+    if place.is_symlink():  # what is behind it may be anybody's, and old checkpoints are removed
+        raise InputError(f"{place}: expected a folder, found a symbolic link; move the checkpoints here, or choose another run.dir")
     try:
-        names = os.listdir(folder / "checkpoints")
+        names = os.listdir(place)
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):08d}" == name)
 
 
 def _remove(place: Path) -> None:
-    """The marker goes first: what is left if the process dies here is unfinished, not damaged."""
-    if place.is_symlink() or place.is_file():
+    """Remove a checkpoint, or what there is of one.
+
+    The marker goes first: what is left if the process dies here is unfinished, not damaged.
+
+    Raises:
+        OSError: it cannot be removed, or holds something that no checkpoint has, and so is not removed.
+    """
+    if place.is_symlink():
         place.unlink()
         return
+    if others := _not_ours(place):
+        raise OSError(errno.ENOTEMPTY, f"it holds '{others[0]}', which jpipe has not written", str(place))
     (place / MARKER).unlink(missing_ok=True)
     shutil.rmtree(place)
 
 
+def _not_ours(place: Path) -> list[str]:
+    """What stands in the folder of a checkpoint that no checkpoint has; such a folder is not removed."""
+    return [name for name in sorted(os.listdir(place)) if not _OURS.fullmatch(name)]
+
+
 def _remove_item(place: Path, process: int) -> None:
     """Remove what a process wrote, its unfinished files too; what cannot be removed is in the way of nothing but the next attempt."""
-    (place / f"process-{process}.json").unlink(missing_ok=True)
     for path in (place / f"process-{process}", *place.glob(f"process-{process}.*")):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
         shutil.rmtree(path, ignore_errors=True)

@@ -8,6 +8,7 @@ import pydantic
 import yaml
 
 from jpipe import InputError, explain
+from jpipe.files import expanded
 from planner.plain_yaml import parse
 from train.config import Config
 
@@ -24,7 +25,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
         InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = expanded(str(path), "config").read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot read the config: {error.strerror}; give a YAML file such as configs/gpt-bytes.yaml") from None
     except UnicodeDecodeError:

@@ -12,8 +12,8 @@ from safetensors.numpy import save
 
 import jpipe
 from jpipe import InputError
+from jpipe.files import expanded, resolved, shown, write_atomically
 from train import checkpoint_files
-from train.run_folder import write_atomically
 from train.terminal import count
 
 ENDING = ".safetensors"
@@ -32,7 +32,7 @@ def main(run: str, out: str, step: int | None, tell: Callable[[str], None]) -> N
         InputError: no such run or checkpoint, a damaged one, or a file that cannot be written.
     """
     file = _new_file(out)
-    folder = Path(run)
+    folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", tell)
     arrays = by_name(checkpoint_files.read_layers(folder, step))
@@ -95,20 +95,22 @@ def step_of(folder: Path, step: int | None, where: str, tell: Callable[[str], No
     try:
         there = checkpoint_files.steps(folder)
     except OSError as error:
-        raise InputError(f"{where}: cannot read '{folder}': {error.strerror}; give the folder of a run") from None
+        raise InputError(f"{where}: cannot read '{shown(folder)}': {error.strerror}; give the folder of a run") from None
     if not there:
-        found = "found none" if folder.is_dir() else f"but there is no folder '{folder}'"
-        raise InputError(f"{where}: expected checkpoints in '{folder / 'checkpoints'}', {found}; give the folder of a run that wrote some")
+        found = "found none" if folder.is_dir() else f"but there is no folder '{shown(folder)}'"
+        raise InputError(
+            f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {found}; give the folder of a run that wrote some"
+        )
     if step is not None and step not in there:
-        raise InputError(f"--step: expected one of {', '.join(map(str, there))}, the checkpoints in '{folder}', found {step}")
+        raise InputError(f"--step: expected one of {', '.join(map(str, there))}, the checkpoints in '{shown(folder)}', found {step}")
     chosen = checkpoint_files.newest_good(folder, tell) if step is None else step
     if chosen is None:
-        raise InputError(f"{where}: none of the checkpoints in '{folder / 'checkpoints'}' is whole; take another run")
+        raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
     return chosen
 
 
 def _new_file(out: str) -> Path:
-    file = Path(out)
+    file = expanded(out, "--out")
     if file.suffix != ENDING:
         raise InputError(f"--out: expected a name that ends in {ENDING}, found '{out}'")
     if os.path.lexists(file):

@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 
 import jpipe
+from jpipe.files import shown
 from train import data, interrupt, model, report
 from train.auto import find_plan
 from train.build import build, check, prepare_devices
@@ -73,7 +74,7 @@ def main(
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together, resumed, given)
         except BaseException as error:
-            logged = "" if folder is None else f"; the steps logged so far are in {folder.path}"
+            logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
@@ -93,7 +94,7 @@ def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
 def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
     """The end of a run that was done before; a job that died over its report, and is started again, ends well by that."""
     reporter.say(
-        f"nothing is left to train: the run in '{resumed.folder}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
+        f"nothing is left to train: the run in '{shown(resumed.folder)}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
         "raise train.steps to go on, or choose another run.dir"
     )
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
@@ -113,11 +114,11 @@ def run(
     plan, several = pipe.plan, together.processes is not None
     with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
         interrupt.check()
-        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path.absolute())))
+        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.alike(lambda: check_shared(config, path, together))
         reporter.say(
             f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}"
-            + (f"; run folder: {folder.path}" if folder is not None else "")
+            + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
         )
         if several or len(plan.workers) > plan.depth:
             for line in jpipe.placement_grid(plan, pipe.devices).splitlines():

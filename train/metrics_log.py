@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jpipe
+from jpipe.files import shown
 from train.config import Config
 from train.measure import Measure
 from train.progress import Reporter
@@ -95,7 +96,7 @@ class MetricsLog:
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
             if self._lacks_rows:
-                self._reporter.say(f"'{self._folder.path / METRICS}' lacks its last rows")
+                self._reporter.say(f"'{shown(self._folder.path / METRICS)}' lacks its last rows")
 
     def _log(self, folder: RunFolder, *rows: dict[str, int | float]) -> None:
         try:
@@ -104,11 +105,13 @@ class MetricsLog:
             if self._needs_disk:
                 raise
             if not self._lacks_rows:
-                self._reporter.say(f"'{folder.path / METRICS}' cannot be written: {error.strerror}; the run goes on, and keeps its rows")
+                self._reporter.say(
+                    f"'{shown(folder.path / METRICS)}' cannot be written: {error.strerror}; the run goes on, and keeps its rows"
+                )
             self._lacks_rows = True
         else:
             if self._lacks_rows:
-                self._reporter.say(f"'{folder.path / METRICS}' has all rows again")
+                self._reporter.say(f"'{shown(folder.path / METRICS)}' has all rows again")
             self._lacks_rows = False
 
     def _evaluated(self, step: int) -> dict[str, float]:

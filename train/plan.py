@@ -10,6 +10,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe import InputError
+from jpipe.files import expanded, write_atomically
 from planner import table
 from planner.choose import Choice, Ranked
 from planner.compiled import Compiled
@@ -21,7 +22,6 @@ from train import config_file
 from train.config import AUTO
 from train.planning import LOCAL, Found, Parts, Request, nothing_fits, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
-from train.run_folder import write_atomically
 from train.terminal import count
 
 SHOWN = 10  # rows of the table
@@ -127,7 +127,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
     ):
         if path is not None and Path(path).suffix.lower() != ending:
             raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
-        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+        if path is not None and not expanded(path, option).absolute().parent.is_dir():
             raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
 
 
@@ -199,7 +199,7 @@ def _write(reporter: Reporter, files: Files, found: Found) -> None:
         written.append(("--out", files.out, choice.plan(chosen).to_json()))
     for option, path, content in written:
         try:
-            write_atomically(Path(path).expanduser(), content)
+            write_atomically(expanded(path, option), content)
         except OSError as error:
             raise InputError(f"{option}: cannot write '{path}': {error.strerror}; choose another file") from None
     if written:

@@ -11,8 +11,8 @@ from string import Template
 from typing import TYPE_CHECKING, NamedTuple
 
 import jpipe
+from jpipe.files import write_atomically
 from train import loss_curve
-from train.run_folder import write_atomically
 from train.terminal import count
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import yaml
 
 import jpipe
 from jpipe import InputError
+from jpipe.files import shown
 from train import config_file
 from train.config import Config
-from train.run_folder import is_of_this_job
+from train.run_folder import folder_of, is_of_this_job
 from train.together import Together
 
 Resume = Literal["auto", "must", "never"]
@@ -77,7 +78,7 @@ class Resumed:
 
         if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
-            raise InputError(f"run.dir: another process has trained in '{self.folder}' meanwhile, {last} now; start again")
+            raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
     @property
     def plan(self) -> jpipe.Plan:
@@ -158,12 +159,13 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
         if resume == "must":
             raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
-    folder = Path(config.run.dir).expanduser()
+    folder = folder_of(config)
+    assert folder is not None
     if resume == "never" and not is_of_this_job(folder):  # what this job has written before a process of it failed is not refused
         return None
     if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
         if resume == "must":
-            raise InputError(f"--resume must: expected checkpoints in '{folder / 'checkpoints'}', found none; check run.dir")
+            raise InputError(f"--resume must: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
         return None
     from train import checkpoint_files
 
@@ -171,13 +173,13 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
     step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))
     if step is None:
         if resume == "must" or there:
-            raise InputError(f"run.dir: none of the checkpoints in '{folder / 'checkpoints'}' is whole; choose another run.dir")
+            raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
         return None
     try:
         facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
         raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
-    return {"folder": str(folder.absolute()), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
+    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 
 def _step(line: str) -> float:

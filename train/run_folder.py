@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from jpipe import InputError, Plan, Predicted
+from jpipe.files import TEMPORARY, open_to_append, resolved, shown, write_atomically
 from train import interrupt
 from train.config import Config
 from train.config_file import to_yaml
@@ -25,6 +26,8 @@ _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 _JOB, _LOCK = ".job", ".lock"
 _FILES = ("config.yaml", "plan.json", METRICS)
+OUTPUTS = ("report.html", "loss.png", "timeline.png", "memory.png", "trace.json", "planned.json", "tensorboard")
+"""What else a run writes into its folder."""
 
 
 class RunFolder:
@@ -55,7 +58,7 @@ class RunFolder:
         anew: bool = False,
         prepare: Callable[[Path], None] = lambda path: None,
     ) -> None:
-        self.path = _RUNS if config.run.dir is None else Path(config.run.dir).expanduser()
+        self.path = folder_of(config) or resolved(str(_RUNS), "run.dir")
         self.begun_anew = False
         self._metrics: BinaryIO | None = None
         self._unwritten = b""  # rows for which the disk had no room yet
@@ -64,15 +67,17 @@ class RunFolder:
             if not resumes:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
             self._lock = _locked(self.path, undo)
-            resolved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
-            self._texts = {"config.yaml": to_yaml(resolved), "plan.json": plan.to_json()}
+            placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
+            self._texts = {"config.yaml": to_yaml(placed), "plan.json": plan.to_json()}
             if not resumes:
                 self.begun_anew = anew and self._ended_early(config)
-                if self.begun_anew or is_of_this_job(self.path):
-                    for name in _FILES:
-                        (self.path / name).unlink(missing_ok=True)
-                if any((self.path / name).exists() for name in _FILES) or self._has_checkpoints():
+                ours = self.begun_anew or is_of_this_job(self.path)
+                for name in _FILES if ours else ():
+                    (self.path / name).unlink(missing_ok=True)
+                if any(os.path.lexists(self.path / name) for name in _FILES) or self._has_checkpoints():
                     raise _occupied(self.path)
+                if not ours and (others := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
+                    raise _foreign(self.path, others[0])
                 try:  # also where the file system has no locks, one of two runs started at once is refused
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
@@ -141,7 +146,7 @@ class RunFolder:
             try:
                 yield undo
             except OSError as error:
-                where = error.filename or self.path  # a full disk has no file's name
+                where = shown(Path(os.fsdecode(error.filename or self.path)))  # a full disk has no file's name
                 raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
             undo.pop_all()
 
@@ -151,7 +156,9 @@ class RunFolder:
         if job := os.environ.get(JOB):
             write_atomically(self.path / _JOB, job)
         write_atomically(self.path / METRICS, rows)
-        self._metrics = (self.path / METRICS).open("ab", buffering=0)
+        self._metrics = open_to_append(self.path / METRICS)
+        for left in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
+            left.unlink(missing_ok=True)
 
     def _ended_early(self, config: Config) -> bool:
         """Whether the folder holds a run of this config that was to write checkpoints and has not come to the first."""
@@ -165,6 +172,15 @@ class RunFolder:
         return any(self.path.glob("checkpoints/*/checkpoint.json"))
 
 
+def folder_of(config: Config) -> Path | None:
+    """The folder that `run.dir` names, absolute, without symbolic links; None: one of the numbered ones.
+
+    Raises:
+        InputError: no run can be written there.
+    """
+    return None if config.run.dir is None else resolved(config.run.dir, "run.dir")
+
+
 def of_same_job(config: Config) -> Config:
     """The config, its `run.dir` filled in where an earlier attempt of this job has taken one of the numbered folders."""
     if config.run.dir is not None or not os.environ.get(JOB):
@@ -173,42 +189,17 @@ def of_same_job(config: Config) -> Config:
     return config if taken is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(taken)})})
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or process or machine die, none of it.
-
-    When this returns it is on the disk.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        _try(unfinished.unlink)
-        raise
-    to_disk(path.parent)
-
-
-def to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
     """The folder's lock, held until it is closed or this process is gone; where the file system has no locks, nobody is kept out."""
     is_new = not (path / _LOCK).exists()
-    lock = (path / _LOCK).open("ab")
+    lock = open_to_append(path / _LOCK)
     undo.callback(lock.close)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"run.dir: another process is training in '{path}'; wait for it or stop it, or choose another folder") from None
+        raise InputError(
+            f"run.dir: another process is training in '{shown(path)}'; wait for it or stop it, or choose another folder"
+        ) from None
     except OSError:
         pass
     if is_new:
@@ -218,7 +209,7 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
 
 def _given(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
-        raise InputError(f"run.dir: expected a folder, found the file '{path}'; choose another name")
+        raise InputError(f"run.dir: expected a folder, found the file '{shown(path)}'; choose another name")
     _make(path, undo)
     return path
 
@@ -233,7 +224,7 @@ def is_of_this_job(path: Path) -> bool:
 
 def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
     if parent.exists() and not parent.is_dir():
-        raise InputError(f"run.dir: expected a folder '{parent}' for the runs, found a file; move it away, or choose a folder")
+        raise InputError(f"run.dir: expected a folder '{shown(parent)}' for the runs, found a file; move it away, or choose a folder")
     _make(parent, undo)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
     for number in count(max(taken, default=0) + 1):
@@ -261,4 +252,13 @@ def _try(action: Callable[[], None]) -> None:
 
 
 def _occupied(path: Path) -> InputError:
-    return InputError(f"run.dir: expected a new or empty folder, found another run in '{path}'; choose another, or move that run away")
+    return InputError(
+        f"run.dir: expected a new or empty folder, found another run in '{shown(path)}'; choose another, or move that run away"
+    )
+
+
+def _foreign(path: Path, name: str) -> InputError:
+    return InputError(
+        f"run.dir: expected a new or empty folder, found '{name}' of something else in '{shown(path)}', which a run would overwrite; "
+        "choose another folder"
+    )

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.filesize import decimal
 
 import jpipe
+from jpipe.files import expanded, write_atomically
 from train import config_file, data
 from train.build import build
 from train.config import Config
 from train.progress import Reporter
-from train.run_folder import write_atomically
 from train.terminal import count
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(
     prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
     long = jpipe.simulate(jpipe.lower(plan, stride + 3), costs)
     steady = jpipe.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
-    pictures = [] if png is None else draw(Path(png), plan, prediction, sized=costs is not None)
+    pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
     workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
     sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
@@ -75,7 +75,7 @@ def main(
 
 def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...] | None]:
     """The plan of a file, and what its stages cost if the file is a config."""
-    path = Path(source)
+    path = expanded(source, "simulate")
     if not looks_like_a_plan(path):
         return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code))
     if overrides:

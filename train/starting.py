@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import jpipe
+from jpipe.files import shown
 from train import data, interrupt
 from train.config import Config
 from train.progress import Reporter
@@ -54,7 +55,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
     with interrupt.held():
         folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     if folder.begun_anew:
-        reporter.say(f"the run in '{folder.path}' ended before its first checkpoint; it begins anew")
+        reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
     return folder
 
 

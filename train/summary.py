@@ -1,11 +1,13 @@
 """What a run came to: its report, and its last words."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 import jpipe
+from jpipe.files import shown
 from train import data, report
 from train.config import Config
 from train.measure import Measure
@@ -53,7 +55,9 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
             of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes, plan.workers)
             report.write_report(folder.path, of_run)
     except OSError as error:
-        reporter.say(f"report: cannot write in '{folder.path}': {error.strerror or error}; the run's own files are not touched by this")
+        reporter.say(
+            f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not touched by this"
+        )
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
 
@@ -71,13 +75,13 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
     if summary.val_loss_after is None:
         reporter.say(
             f"stopped by SIGTERM; the checkpoint of step {summary.steps} is written, "
-            f"and the same command with --set run.dir={summary.folder} goes on there"
+            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} goes on there"
         )
         return
     drawn = (summary.folder / "report.html").is_file()
     reporter.say(
         f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{unit}; the run is in {summary.folder}" + ("; open its report.html" if drawn else "")
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from jpipe.files import make_folder
 from train import interrupt
 
 _START = 1  # of a session: what earlier files say of this step and later ones is left out
@@ -35,7 +36,7 @@ class TensorBoard:
         self._started = False
         self._records: RecordWriter | None = None
         with self._surviving():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             # Read in the order of their names: those of a run that goes on later come behind.
             self._records = RecordWriter(str(folder.absolute() / f"events.out.tfevents.{time.time_ns()}"))
         self._write({"file_version": "brain.Event:2"})

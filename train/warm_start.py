@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 import jpipe
 from jpipe import InputError
+from jpipe.files import resolved, shown
 from train import checkpoint_files
 from train.build import param_specs
 from train.checkpoint_records import describe
@@ -78,7 +79,7 @@ def load(
         InputError: the file cannot be read, does not fit, or is not the same for all processes.
     """
     assert config.file is not None
-    path, strict = Path(config.file).expanduser(), config.mode == "strict"
+    path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
     model = {
         layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
         for layer_id, tree in param_specs(pipe.stack, pipe.plan, batch).items()
@@ -138,7 +139,7 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, .
 
 
 def _of_file(path: Path) -> Source:
-    where = f"warm_start.file: '{path}'"
+    where = f"warm_start.file: '{shown(path)}'"
 
     @contextlib.contextmanager
     def opened() -> Iterator[Any]:
@@ -169,7 +170,7 @@ def _of_run(folder: Path, tell: Callable[[str], None]) -> Source:
     def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
         return by_name(checkpoint_files.read_layers(folder, step, names))
 
-    return Source(f"warm_start.file: '{folder}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
+    return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 
 
 def _told(source: Source, model: Model, taken: Collection[str]) -> str:

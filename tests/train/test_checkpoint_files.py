@@ -407,7 +407,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(run):
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "run").write_text("a file")
-    told = r"run/checkpoints: expected a folder to write checkpoints to, found .*; choose another run\.dir$"
+    told = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
     with pytest.raises(jpipe.InputError, match=told):
         begin(tmp_path / "run", None)
     with pytest.raises(NotADirectoryError):  # the run is going on by then, and does as with a full disk

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -204,22 +205,20 @@ def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
     assert "\nreport: could not be drawn: ValueError: no such colour\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fails_at", ["metrics.jsonl", ".config.yaml.unfinished", ".plan.json.unfinished"])
+@pytest.mark.parametrize("fails_at", ["metrics.jsonl", "config.yaml", "plan.json"])
 @pytest.mark.parametrize("given", [None, "new/deep", "empty"])
 def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monkeypatch, given, fails_at):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    open_file = Path.open
+    replace = os.replace
 
-    def full(path, mode="r", *rest, **more):
-        if path.name != fails_at:
-            return open_file(path, mode, *rest, **more)
-        if path.name != "metrics.jsonl":  # the file is there, its text is not
-            path.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(unfinished, path):
+        if path.name == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(unfinished, path)
 
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(os, "replace", full)
     where = "runs/0001" if given is None else given
     with pytest.raises(jpipe.InputError, match=rf"^run.dir: cannot write '{where}': No space left on device; choose another folder$"):
         RunFolder(changed(tiny, run={"dir": given}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))

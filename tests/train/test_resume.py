@@ -354,7 +354,7 @@ def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved)
     folder = Path(saved["run"]["dir"])
     folder.mkdir(parents=True)
     (folder / "checkpoints").touch()
-    with pytest.raises(InputError, match="checkpoints: expected a folder to write checkpoints to"):
+    with pytest.raises(InputError, match="checkpoints: checkpoints cannot be written there"):
         loop.main(changed(saved))
     assert [path.name for path in folder.iterdir()] == ["checkpoints"]
 

@@ -1,0 +1,131 @@
+"""How jpipe, planner and train name and write files.
+
+A folder may come from a stranger, or be one in which strangers may make files: nothing is written through a symbolic link, under a name
+that somebody can know before, or half.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import BinaryIO
+
+from jpipe._errors import InputError
+
+TEMPORARY = ".jpipe-*.tmp"
+"""The names of files that are being written; what a killed process leaves of them can be removed."""
+
+
+def expanded(path: str, where: str) -> Path:
+    """A path with the home folder in place of `~`.
+
+    Args:
+        path: as a user gives it.
+        where: the config's key or the option that it was given by, for messages.
+
+    Raises:
+        InputError: there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"{where}: {path!r} begins with a user's home folder that is not known; write the folder out") from None
+
+
+def resolved(path: str, where: str) -> Path:
+    """An absolute path without `..`, symbolic links and `~`; what is not there yet is made of the name alone.
+
+    Args:
+        path: as a user gives it.
+        where: as in `expanded`.
+
+    Raises:
+        InputError: no file can have that name, or TensorStore, which writes checkpoints, cannot: it takes UTF-8 only.
+    """
+    try:
+        found = expanded(path, where).resolve()
+        str(found).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(found)!r}; rename the folder, or choose another") from None
+    except (OSError, RuntimeError) as error:  # symbolic links in a circle
+        raise InputError(f"{where}: cannot find '{path}': {getattr(error, 'strerror', None) or error}; choose another") from None
+    return found
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or process or machine die, none of it.
+
+    A file of that name is replaced; so is a symbolic link, whatever it points to. When this returns the file is on the disk.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
+    try:
+        with open(_open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    to_disk(path.parent)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """A file that is written at its end, unbuffered; it is made where there is none.
+
+    Raises:
+        OSError: it cannot be opened; a symbolic link is refused.
+    """
+    return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where it is not there.
+
+    Raises:
+        OSError: it cannot be made; a symbolic link is refused, whatever it points to.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    refuse_link(path)
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a symbolic link.
+
+    Raises:
+        OSError: it is one.
+    """
+    if path.is_symlink():
+        raise _linked(path)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def shown(path: Path) -> str:
+    """A path as a message has it: without the current folder, where it is inside of that."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # "Too many levels of symbolic links" is of no help
+            raise _linked(path) from None
+        raise
+
+
+def _linked(path: Path) -> OSError:
+    return OSError(errno.ELOOP, "it is a symbolic link, which jpipe does not follow there", str(path))

@@ -1,0 +1,117 @@
+"""Files are written whole, and through no symbolic link; paths are found as the system finds them."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from jpipe import InputError, files
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file of the user's, outside of the folder that is written to."""
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "profile.sh"
+    file.write_text("mine")
+    return file
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_of_one_that_fails(tmp_path, monkeypatch):
+    file = tmp_path / ("n" * 255)  # as long as a name can be
+    files.write_atomically(file, "one")
+    files.write_atomically(file, b"two")
+    assert file.read_bytes() == b"two"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_atomically(file, "three")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {file.name: b"two"}
+
+
+@pytest.mark.parametrize("planted", [".report.html.unfinished", ".report.html.tmp", "report.html"])
+def test_nothing_is_written_through_a_link(planted, victim, tmp_path):
+    folder = tmp_path / "folder"
+    (folder / planted).symlink_to(victim)
+    files.write_atomically(folder / "report.html", "theirs")
+    assert (folder / "report.html").read_text() == "theirs"
+    assert not (folder / "report.html").is_symlink()
+    assert victim.read_text() == "mine"
+
+
+def test_a_name_that_was_guessed_is_not_opened(victim, tmp_path, monkeypatch):
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / "folder" / ".jpipe-guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        files.write_atomically(tmp_path / "folder" / "report.html", "theirs")
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("target", ["profile.sh", "not there"])
+def test_nothing_is_appended_through_a_link(target, victim, tmp_path):
+    (tmp_path / "folder" / "metrics.jsonl").symlink_to(tmp_path / target)
+    with pytest.raises(OSError, match="it is a symbolic link, which jpipe does not follow there") as raised:
+        files.open_to_append(tmp_path / "folder" / "metrics.jsonl")
+    assert raised.value.filename == str(tmp_path / "folder" / "metrics.jsonl")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "not there").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("rr", "here/rr"),
+        ("../rr", "rr"),
+        ("rr/", "here/rr"),
+        ("a b/ä/日本", "here/a b/ä/日本"),
+        ("link/../rr", "elsewhere/rr"),  # as the system reads it: above what the link points to
+        ("~/rr", "home/rr"),
+        ("./../here//rr", "here/rr"),
+    ],
+)
+def test_paths_are_resolved_as_the_system_does(given, found, tmp_path, monkeypatch):
+    for folder in ("here", "elsewhere/deep", "home"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    assert files.resolved(given, "run.dir") == tmp_path / found
+    assert files.shown(tmp_path / found) == (found.removeprefix("here/") if found.startswith("here/") else str(tmp_path / found))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("\udcff/rr", r"run.dir: expected a path in UTF-8, found b'.*/\\xff/rr'; rename the folder, or choose another"),
+        ("~nobody-has-this-name/rr", r"run.dir: '~nobody-has-this-name/rr' begins with a user's home folder that is not known"),
+        ("circle/rr", r"run.dir: cannot find 'circle/rr': "),
+    ],
+)
+def test_paths_that_cannot_be_used_are_refused(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    with pytest.raises(InputError, match=message):
+        files.resolved(given, "run.dir")
+
+
+def test_all_that_writes_goes_through_one_module():
+    """Another `open` for writing is a place where a link may be followed."""
+    root = Path(files.__file__).parents[1]
+    ways = (
+        r"\.write_(text|bytes)\(",
+        r"open\([^)]*[\"'][wxa]b?[\"']",
+        r"\.touch\((?!exist_ok=False)",
+        r"NamedTemporaryFile",
+        r"shutil\.(copy|move)",
+    )
+    sources = [path for package in ("jpipe", "planner", "train") for path in (root / package).rglob("*.py")]
+    found = {path.relative_to(root).as_posix() for path in sources if re.search("|".join(ways), path.read_text("utf-8"))}
+    assert found <= {"jpipe/files.py"}

@@ -1,0 +1,154 @@
+"""Run folders of strangers, and folders that hold something else: nothing outside is written or removed, nothing else overwritten."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jpipe import InputError
+from tests.train.conftest import changed
+from train import checkpoint_files, loop
+from train.export import main as export
+from train.resume import find
+from train.run_folder import OUTPUTS
+from train.together import Together
+
+NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
+
+
+@pytest.fixture
+def saved(tiny):
+    return tiny | {"checkpoint": {"every": 2, "keep": 1}, "train": tiny["train"] | {"steps": 4, "trace_batches": 0}}
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """Files of the user's, one named as a start-up file, and a folder of numbered ones."""
+    folder = tmp_path / "home"
+    for name in (".bashrc", "00000001/photo.jpg", "00000009/checkpoint.json", "00000009/photo.jpg"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch):
+    """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
+    before = contents(outside)
+    folder = loop.main(changed(saved)).folder
+    rows = (folder / "metrics.jsonl").read_bytes()
+    for name in NAMES:
+        for planted in (folder / name, folder / f".{name}.unfinished"):
+            if name != ".lock" and not os.path.lexists(planted):
+                planted.symlink_to(outside / ".bashrc")
+            elif name != ".lock":
+                planted.unlink()
+                planted.symlink_to(outside / ".bashrc")
+    place = folder / "checkpoints" / "00000006"
+    place.mkdir()
+    for name in ("process-0", "process-0.json", "process-0.orbax-checkpoint-tmp", "checkpoint.json", "metrics.jsonl"):
+        (place / name).symlink_to(outside if name in ("process-0", "process-0.orbax-checkpoint-tmp") else outside / ".bashrc")
+    summary = loop.main(changed(saved, train={"steps": 6}))
+    assert summary.steps == 6
+    assert contents(outside) == before
+    assert (folder / "metrics.jsonl").read_bytes().startswith(rows[:-1].rpartition(b"\n")[0])
+    assert checkpoint_files.steps(folder) == [6]
+
+
+def test_a_planted_lock_is_refused(saved, outside):
+    before = contents(outside)
+    folder = Path(saved["run"]["dir"])
+    folder.mkdir()
+    (folder / ".lock").symlink_to(outside / "new")
+    with pytest.raises(InputError, match=r"run.dir: cannot write '.*/run/.lock': it is a symbolic link, which jpipe does not follow there"):
+        loop.main(changed(saved))
+    assert contents(outside) == before
+
+
+def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(saved, outside, tmp_path):
+    before = contents(outside)
+    folder = loop.main(changed(saved)).folder
+    shutil.move(folder / "checkpoints", outside / "checkpoints")
+    before = contents(outside)
+    (folder / "checkpoints").symlink_to(outside / "checkpoints")
+    message = r"checkpoints: expected a folder, found a symbolic link; move the checkpoints here, or choose another run.dir"
+    for use in (
+        lambda: loop.main(changed(saved, train={"steps": 6})),
+        lambda: loop.main(changed(saved), resume="must"),
+        lambda: export(str(folder), str(tmp_path / "out.safetensors"), None, print),
+        lambda: loop.main(changed(saved, run={"dir": str(tmp_path / "new")}, warm_start={"file": str(folder)})),
+    ):
+        with pytest.raises(InputError, match=message):
+            use()
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["folder", "link"])
+def test_numbered_folders_of_somebody_else_stay(saved, outside, link):
+    before = contents(outside)
+    folder = Path(saved["run"]["dir"])
+    folder.mkdir()
+    if link:
+        (outside / "00000009" / "checkpoint.json").unlink()
+        before = contents(outside)
+        (folder / "checkpoints").symlink_to(outside)
+    else:
+        shutil.copytree(outside, folder / "checkpoints")
+    with pytest.raises(InputError, match="symbolic link" if link else "found another run in"):
+        loop.main(changed(saved), resume="never")
+    if not link:
+        (folder / "checkpoints" / "00000009" / "checkpoint.json").unlink()
+        with pytest.raises(InputError, match=r"00000001: .* it holds 'photo.jpg', which jpipe has not written; move it away"):
+            loop.main(changed(saved))
+        assert (folder / "checkpoints" / "00000001" / "photo.jpg").read_text() == "mine"
+    assert contents(outside) == before
+
+
+def test_old_folders_that_hold_something_else_are_kept(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint_files.write_layers(tmp_path, step, {}, 0)
+        checkpoint_files.complete(tmp_path, step, 1, {})
+    (tmp_path / "checkpoints" / "00000001" / "notes.txt").write_text("mine")
+    checkpoint_files.prune(tmp_path, keep=1)
+    assert checkpoint_files.steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(name, saved):
+    folder = Path(saved["run"]["dir"])
+    folder.mkdir()
+    (folder / name).write_text("mine")
+    with pytest.raises(InputError, match=f"run.dir: expected a new or empty folder, found '{name}' of something else in "):
+        loop.main(changed(saved))
+    assert contents(folder) == {name: b"mine"}
+
+
+def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
+    """`..`, a linked parent, a space, letters that are not ASCII, a slash at the end: each alone broke the first checkpoint or none."""
+    for folder in ("here", "real place/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here" / "läufe").symlink_to(tmp_path / "real place" / "deep")
+    monkeypatch.chdir(tmp_path / "here")
+    given = "../here/läufe/../日本 run/"
+    summary = loop.main(changed(saved, run={"dir": given}))
+    assert summary.folder == tmp_path / "real place" / "日本 run"
+    assert checkpoint_files.steps(summary.folder) == [4]
+    assert f"the run is in {summary.folder}" in capsys.readouterr().out.replace("\n", "")
+    found = find(changed(saved, run={"dir": given}), "must", Together(None), print)
+    assert (found.step, found.folder) == (4, summary.folder)
+    export(given, "../out put.safetensors", None, print)
+    assert (tmp_path / "out put.safetensors").exists()
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(saved, tmp_path, monkeypatch):
+    here = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(here)
+    monkeypatch.chdir(here)
+    for given in (None, "run"):
+        with pytest.raises(InputError, match=r"run.dir: expected a path in UTF-8"):
+            loop.main(changed(saved, run={"dir": given}))
+    assert os.listdir(here) == []
