@@ -10,8 +10,8 @@ import contextlib
 import ipaddress
 import itertools
 import json
-import logging
 import math
+import os
 import secrets
 import socket
 import threading
@@ -28,7 +28,6 @@ from jpipe.handshake import Caller, Door
 
 _PURPOSE = "channel"  # of these connections, for the handshake
 _LOOK = 0.01  # seconds between two looks at who wants to come in
-_log = logging.getLogger("jpipe")
 _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 
 
@@ -229,7 +228,7 @@ class Channel:
                     await asyncio.sleep(_LOOK)
         finally:
             if told := door.told():
-                _log.warning("jpipe: %s while the processes joined", told)
+                os.write(2, f"jpipe: {told} while the processes joined\n".encode())
 
     async def _talk_with(self, caller: Caller) -> None:
         caller.answer("welcome")
