@@ -18,6 +18,7 @@ from train.config import AUTO, Config
 from train.config_file import to_yaml
 from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, Validation, mean_loss
+from train.numeric_settings import numeric_settings
 from train.preemption import Preemption
 from train.progress import Reporter
 from train.resume import VERSIONS, Resume, Resumed
@@ -133,7 +134,12 @@ def run(
         every, traced = config.train.eval_every, config.train.trace_batches
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
         log = MetricsLog(config, folder, tensorboard, reporter, measure, together)
-        known = {"config": to_yaml(config), "plan": plan.to_json(), "devices": jax.device_count(), "versions": VERSIONS}
+        known = {
+            "config": to_yaml(config),
+            "plan": plan.to_json(),
+            "devices": jax.device_count(),
+            "versions": VERSIONS | numeric_settings(),
+        }
         rows = (lambda: b"") if folder is None else folder.logged
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)

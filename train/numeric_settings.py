@@ -17,7 +17,8 @@ _OWN = re.compile(
     r"|array_garbage_collection_guard|hlo_source_file_canonicalization_regex|source_url_schema|send_traceback_to_runtime"
     r"|distributed_debug|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
-_VARIABLES = re.compile(r"(FLAX|NNX)_.*|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE")
+_VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
+_PREFIXES = "FLAX_", "NNX_"  # of variables of Flax
 _OWN_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA
 
 
@@ -29,6 +30,7 @@ def numeric_settings() -> dict[str, str]:
         # What is no plain value could look different in each process.
         if not _OWN.fullmatch(name) and isinstance(value, (bool, int, float, str, enum.Enum, type(None)))
     }
-    variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    of_flax = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
-    return of_jax | variables | {"XLA_FLAGS": " ".join(flags)}
+    return of_jax | of_flax | variables | {"XLA_FLAGS": " ".join(flags)}

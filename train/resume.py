@@ -17,6 +17,7 @@ from jpipe import InputError
 from jpipe.files import shown
 from train import config_file
 from train.config import Config
+from train.numeric_settings import numeric_settings
 from train.run_folder import folder_of, is_of_this_job
 from train.together import Together
 
@@ -38,7 +39,7 @@ class Facts(pydantic.BaseModel):
         val_loss_before: before the first step.
         val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
         val_metrics: likewise, by their names in a row.
-        versions: of jpipe and JAX.
+        versions: of jpipe and JAX, and the settings that can change numbers.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -94,9 +95,9 @@ class Resumed:
         return (["plan"] if plans[0] != plans[1] else []) + changed
 
     def other_versions(self) -> list[str]:
-        """`JAX 0.10.1, now 0.10.2`: of each library that was another one when it was written."""
-        then = self.facts.versions
-        return [f"{name} {then[name]}, now {now}" for name, now in VERSIONS.items() if then.get(name, now) != now]
+        """`JAX 0.10.1, now 0.10.2`: of each library, and each setting that can change numbers, that was another one when it was written."""
+        then, now = self.facts.versions, VERSIONS | numeric_settings()
+        return [f"{name} {then[name] or 'unset'}, now {now[name] or 'unset'}" for name in now if then.get(name, now[name]) != now[name]]
 
     def rows(self) -> str:
         """The lines of `metrics.jsonl` of the steps before.

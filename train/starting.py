@@ -22,7 +22,7 @@ def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     if others := resumed.other_versions():
-        reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ in their last bits")
+        reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ")
 
 
 def starting_params(

@@ -17,6 +17,7 @@ from train import checkpoint_files, checkpoints, loop
 from train.config import Config
 from train.launch import JOB
 from train.metrics_log import RunStopped
+from train.numeric_settings import numeric_settings
 from train.resume import Facts, Resumed
 from train.run_folder import RunFolder, write_atomically
 from train.starting import check_shared
@@ -363,6 +364,15 @@ def test_what_other_versions_wrote_is_told(tmp_path):
     versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
     facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=versions)
     assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
+
+
+def test_settings_that_change_numbers_and_were_other_ones_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=numeric_settings())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with jax.default_prng_impl("rbg"):
+        told = Resumed(tmp_path, 3, facts, (3,)).other_versions()
+    assert told == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
