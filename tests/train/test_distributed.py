@@ -1,6 +1,7 @@
 """Processes that find each other, or say why not: first the meeting, over sockets in threads, then JAX in processes of its own."""
 
 import contextlib
+import inspect
 import os
 import re
 import signal
@@ -15,8 +16,8 @@ import jax
 import pytest
 import yaml
 
-from jpipe import InputError, PeerLost, Processes
-from train import distributed, rendezvous
+from jpipe import InputError, PeerLost, Processes, join_processes
+from train import commands, distributed, loop, rendezvous
 from train.cli import main
 from train.distributed import Membership, membership
 from train.rendezvous import Address, host, join
@@ -314,3 +315,9 @@ def test_jax_runs_across_processes_and_survives_one(address):
         told = [process.communicate("", timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, -signal.SIGTERM, 0]
     assert told == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
+
+
+@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, commands.train, join_processes])
+def test_processes_wait_for_each_other_as_long_as_jax_does(waits):
+    parameters = inspect.signature(waits).parameters
+    assert parameters.get("connect_limit", parameters.get("limit")).default == 300
