@@ -67,7 +67,7 @@ class RunFolder:
             if not resumes:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
             self._lock = _locked(self.path, undo)
-            placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self.path)})})
+            placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(self.path)})})
             self._texts = {"config.yaml": to_yaml(placed), "plan.json": plan.to_json()}
             if not resumes:
                 self.begun_anew = anew and self._ended_early(config)

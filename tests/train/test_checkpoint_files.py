@@ -212,12 +212,15 @@ def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, mo
     told = []
     assert newest_good(run, told.append) == 20
     assert [line.partition(":")[0] for line in told] == [str(place(run, 40)), str(place(run, 30))]
+    with pytest.raises(jpipe.InputError, match=r"00000030: in the way .* is not removed: Not a directory; move it away$"):
+        begin(run, 20)
+    assert place(run, 30).read_text() == "a file", "which jpipe has not written"
+    place(run, 30).unlink()
     monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
     place(run, 50).mkdir()
-    with pytest.raises(jpipe.InputError, match=r"00000050: in the way .* cannot be removed: Operation not permitted; move it away$"):
+    with pytest.raises(jpipe.InputError, match=r"00000050: in the way .* is not removed: Operation not permitted; move it away$"):
         begin(run, 20)
     assert tmp_path.is_dir()
-    assert not place(run, 30).exists()
     assert not place(run, 40).is_symlink()
 
 

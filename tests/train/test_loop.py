@@ -137,7 +137,7 @@ def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "0007").mkdir(parents=True)
     folders = [loop.main(changed(tiny, run={"dir": None}, train={"steps": 1})).folder for _ in range(2)]
-    assert [str(folder) for folder in folders] == ["runs/0008", "runs/0009"]
+    assert folders == [tmp_path / "runs" / "0008", tmp_path / "runs" / "0009"]
     assert yaml.safe_load((folders[0] / "config.yaml").read_text())["run"]["dir"] == "runs/0008"
 
 
