@@ -8,7 +8,7 @@ from typing import Literal
 import jpipe
 from planner.candidate import Candidate
 from planner.paper import search_paper
-from planner.parallel import pipelines_seconds, sweep
+from planner.parallel import EXTRA, pipelines_seconds, sweep
 from planner.partition import Partition, Placed, Problem, evaluate
 from planner.pipedream import search
 from planner.price import all_reduce_seconds
@@ -29,6 +29,8 @@ def find_candidates(
     pipedream: Updates = "batch",
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
+
+    Those that never flush are there with 0 to 2 microbatches more in flight.
 
     Args:
         profile: the model's costs.
@@ -70,9 +72,12 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
             policies=policies,
         )
         partition = search_paper(problem, how) if how == "text" or how == "code" else search(problem)
-        candidate = as_candidate(problem, partition, rows)
-        if candidate.batch <= batch:
-            yield candidate
+        for extra in EXTRA if len(partition.stages) > 1 else (0,):
+            held = evaluate(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            same = dataclasses.replace(partition, memory=held.memory, over=held.over)
+            candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
+            if candidate.batch <= batch:
+                yield candidate
 
 
 def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
@@ -127,7 +132,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         starts=tuple(stage.start for stage in partition.stages),
         replicas=tuple(stage.replicas for stage in partition.stages),
         policies=tuple(stage.recompute for stage in partition.stages),
-        extra_in_flight=0,
+        extra_in_flight=problem.extra_in_flight,
         keep_together="replicas",
         seconds=seconds,
         bubble=1 - computing / (partition.workers * seconds),

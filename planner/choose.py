@@ -1,6 +1,5 @@
-"""From many candidates to a ranking: the best of each kind are simulated, and where closed form and simulation differ it is told why."""
+"""From many candidates to a ranking: those that can be the fastest are simulated (`planner.race`), the others are told by their bound."""
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -10,11 +9,11 @@ import jpipe
 from planner.candidate import Candidate
 from planner.candidates import closed_form
 from planner.profile import Profile
+from planner.race import Outcome, Race
 from planner.simulated import Simulated, simulated
 from planner.topology import Topology
 
-SIMULATED = 10  # of the best
-_PATIENCE = 4  # times as many, where closed forms promise more than simulations keep
+SIMULATED = 10  # kinds at least
 _EQUAL = 0.005  # share by which plans that are equally fast may differ
 _DIFFERENT = 0.1  # between closed form and simulation
 
@@ -25,19 +24,26 @@ class Ranked:
 
     Attributes:
         candidate: with the closed form.
-        simulated: None where that would take long.
+        simulated: None where that would take long, or where the bound says that it is not the fastest.
         why: what makes the simulation differ from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; "" where
             it does not.
+        least: seconds of a batch that no simulation can be below, where that is why it was not simulated; else 0.
     """
 
     candidate: Candidate
     simulated: Simulated | None = None
     why: str = ""
+    least: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of a batch, as simulated if it was."""
-        return self.candidate.seconds if self.simulated is None else self.simulated.batch_seconds
+        """Of a batch, as simulated if it was; else in closed form, or the bound where that is longer."""
+        return max(self.candidate.seconds, self.least) if self.simulated is None else self.simulated.batch_seconds
+
+    @property
+    def most(self) -> float:
+        """Rows a second that it can have at most, where it was not simulated for that; else infinity."""
+        return self.candidate.batch / self.least if self.least else math.inf
 
     @property
     def samples_per_second(self) -> float:
@@ -69,6 +75,7 @@ class Choice:
         rejected: the best of each kind that does not fit, the one that lacks least first.
         considered: how many candidates there were.
         clips: whether gradients are clipped by their norm over all stages.
+        open: how many candidates might be faster than the first one, for simulating them all would take too long.
     """
 
     profile: Profile
@@ -77,6 +84,7 @@ class Choice:
     rejected: tuple[Candidate, ...]
     considered: int
     clips: bool = False
+    open: int = 0
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """The plan of one of them, with what is predicted of it."""
@@ -94,15 +102,17 @@ def choose(
     clips: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
-    """Rank candidates: those that fit by their closed form, the best of them by simulation.
+    """Rank candidates: simulate those that fit, in the order of what they can reach at most, until no other one can be the fastest.
 
-    One that the simulation finds too large gives way to the next of its kind that is smaller.
+    So the first one is the fastest of all candidates as far as simulations tell, to half a percent. One that the simulation finds too
+    large gives way to those of its kind that are smaller. Where simulations would take too long together, what is left keeps its closed
+    form.
 
     Args:
         profile: of the model.
         topology: what they run on.
         candidates: of any schedules, priced alike.
-        most: how many to simulate; more, up to four times as many, as long as another one's closed form promises to be faster still.
+        most: how many kinds to simulate at least, so that a table can show them.
         clips: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: those that were simulated before; is added to.
     """
@@ -110,29 +120,32 @@ def choose(
     everything = sorted(candidates, key=lambda candidate: candidate.rank)
     fitting = [candidate for candidate in everything if candidate.over is None]
     limit = math.inf if topology.device.memory is None else topology.device.memory
-    queue, fastest = _best_of_each_kind(fitting), 0.0
-    ranked: list[Ranked] = []
-    too_large: list[Candidate] = []
-    while queue and len(ranked) + len(too_large) < _PATIENCE * most:
-        candidate = queue[0]
-        if len(ranked) >= most and candidate.samples_per_second <= fastest:
-            break  # no simulation is to be expected to be faster than its closed form
-        queue.pop(0)
-        if candidate not in tried:
-            tried[candidate] = _simulate(profile, topology, candidate, clips)
-        one = tried[candidate]
-        if max(one.memory) <= limit:
-            ranked.append(one)
-            fastest = max(fastest, one.samples_per_second)
-        else:
-            too_large.append(_over(candidate, one.memory, limit))
-            if smaller := smaller_than(candidate, fitting):
-                bisect.insort(queue, smaller[0], key=lambda candidate: candidate.rank)
-    rest = [Ranked(candidate) for candidate in queue]
-    kinds = {candidate.kind for candidate in (*queue, *(one.candidate for one in ranked))}
+    known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
+
+    def run(candidate: Candidate) -> Outcome:
+        tried[candidate] = Ranked(candidate, _simulated(profile, topology, candidate, clips))
+        return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
+
+    race = Race(profile, topology, fitting, run, known, most)
+    best: dict[tuple[object, ...], Ranked] = {}
+    for candidate in sorted(race.finished, key=lambda one: (-tried[one].samples_per_second, one.rank)):
+        best.setdefault(candidate.kind, tried[candidate])
+    ranked = _in_order([_explained(profile, topology, one, clips) for one in best.values()])
+    tried.update((one.candidate, one) for one in ranked)
+    rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
+    too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
+    kinds = {one.candidate.kind for one in (*ranked, *rest)}
     lacking = [candidate for candidate in everything if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*_in_order(ranked), *rest), tuple(rejected), len(everything), clips)
+    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), clips, race.open)
+
+
+def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
+    """The best of each kind by closed form and bound."""
+    best: dict[tuple[object, ...], Ranked] = {}
+    for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
+        best.setdefault(one.candidate.kind, one)
+    return list(best.values())
 
 
 def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
@@ -170,12 +183,15 @@ def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidat
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
 
-def _simulate(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Ranked:
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Simulated | None:
     plan = candidate.plan(profile.ids)
-    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
-    if found is None or abs(found.batch_seconds / candidate.seconds - 1) <= _DIFFERENT:
-        return Ranked(candidate, found)
-    return Ranked(candidate, found, _why(profile, topology, candidate, clips))
+    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
+
+
+def _explained(profile: Profile, topology: Topology, one: Ranked, clips: bool) -> Ranked:
+    """The same with the reason for a simulation that differs from the closed form."""
+    differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
+    return dataclasses.replace(one, why=_why(profile, topology, one.candidate, clips)) if differs and not one.why else one
 
 
 def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> str:
@@ -190,8 +206,7 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> bool:
     """Whether closed form and simulation do, where layers or links cost something else."""
-    plan = candidate.plan(profile.ids)
-    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
+    found = _simulated(profile, topology, candidate, clips)
     return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 

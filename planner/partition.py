@@ -33,6 +33,7 @@ class Problem:
         memory: bytes of a worker; None: not limited.
         policies: recomputation policies that a stage may have. Each takes the cheapest that fits, of equal ones the first.
         sync_state: as in `jpipe.Plan`.
+        extra_in_flight: as in `jpipe.Plan`; for `evaluate` alone, the searches count without.
 
     Raises:
         InputError: no policy; or memory is limited and a layer has no residual bytes for one.
@@ -47,6 +48,7 @@ class Problem:
     memory: float | None = None
     policies: tuple[str, ...] = ("none",)
     sync_state: bool = True
+    extra_in_flight: int = 0
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -138,6 +140,7 @@ class Partition:
             stages=stages,
             update_every="replicas" if paper else "batch",
             sync_state=problem.sync_state,
+            extra_in_flight=problem.extra_in_flight,
         )
 
 
@@ -185,7 +188,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
     """
     in_flight = [1]  # as `jpipe.SCHEDULES["pipedream"]` has it
     for stage, after in reversed(list(pairwise(stages))):
-        in_flight.insert(0, 1 + -(-in_flight[0] * after.replicas // stage.replicas))
+        in_flight.insert(0, 1 + -(-in_flight[0] * after.replicas // stage.replicas) + problem.extra_in_flight)
     held = []
     for s, (stage, ahead) in enumerate(zip(stages, in_flight, strict=True)):
         own = problem.layers[stage.start : stage.stop]

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 import jpipe
+from planner.bound import computing_seconds, port_seconds, unhindered_seconds
 from planner.topology import Topology
 
 MOST_FORWARDS = 100_000  # of a simulation: some seconds
-BATCHES = 2  # of a window, from a pipeline that is full
+BATCHES = 4  # of a window at least, from a pipeline that is full, where it is not flushed
+MICROBATCHES = 24  # of each worker in it at least: where workers share links what repeats is longer than a batch
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,54 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topo
     Returns:
         None where it would take longer than some seconds.
     """
-    first = 2 * jpipe.batches_until_full(plan) + (4 if max(plan.replicas) > 1 else 0)  # hidden sums take longer to settle
-    shown = first + BATCHES + 1
-    if plan.depth * plan.microbatches * shown > MOST_FORWARDS:
+    if forwards(plan) > MOST_FORWARDS:
         return None
-    place = places(plan)
-    program = jpipe.lower(plan, shown, clips=clips)
-    prediction = jpipe.simulate(program, costs, lambda source, target: topology.link(place[source], place[target]))
-    window = jpipe.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, BATCHES)
-    seconds = _stretched(window.timeline, window.seconds, topology.cores)
+    first, batches = window(plan)
+    link, shown = network(plan, topology), first + batches + 1
+    prediction = jpipe.simulate(jpipe.lower(plan, shown, clips=clips), costs, link)
+    seconds = max(
+        _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
+    )
+    if topology.cores is not None:
+        cut = jpipe.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+        seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     return Simulated(
-        batch_seconds=seconds / BATCHES,
-        bubble=1 - (1 - window.bubble) * window.seconds / seconds,
+        batch_seconds=seconds,
+        bubble=1 - computing_seconds(plan, costs) / (len(plan.workers) * seconds),
         peak_bytes=prediction.peak_bytes_running,
         sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
     )
+
+
+def forwards(plan: jpipe.Plan) -> int:
+    """How many forwards a simulation has, which says how long it takes."""
+    return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
+
+
+def network(plan: jpipe.Plan, topology: Topology) -> jpipe.Network:
+    """The link between any two workers of a plan, where they are placed."""
+    place = places(plan)
+    return lambda source, target: topology.link(place[source], place[target])
+
+
+def _measured(plan: jpipe.Plan, timeline: jpipe.Timeline) -> float:
+    """Seconds of a batch of the window: the mean over the workers, for with links that they share each of them comes to it irregularly."""
+    first, batches = window(plan)
+    found = []
+    for (s, _), row in zip(plan.workers, timeline, strict=True):
+        own = plan.microbatches // plan.replicas[s]
+        starts = [span.start for span in row if span.op != "B"]
+        found.append(starts[(first + batches) * own] - starts[first * own])
+    return sum(found) / len(found) / batches
+
+
+def window(plan: jpipe.Plan) -> tuple[int, int]:
+    """The first batch of the window that is simulated, where the pipeline is in its stride, and how many batches it has."""
+    most = max(plan.replicas)
+    late = 1 if most > 1 else 0  # hidden sums take longer to settle
+    if jpipe.SCHEDULES[plan.schedule].flushes:
+        return 1 + late, 2  # nearly all batches do the same
+    return jpipe.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
 def places(plan: jpipe.Plan) -> tuple[int, ...]:

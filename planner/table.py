@@ -17,6 +17,13 @@ def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     return [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
 
 
+def how_known(choice: Choice, most: int) -> str:
+    """What the signs of the first rows mean where no simulation was made, for the end of a sentence."""
+    left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
+    bounded = "; ≤: not simulated, for it cannot be faster than that" if any(ranked.least for ranked in left) else ""
+    return bounded + ("; –: too long to simulate, closed form alone" if any(not ranked.least for ranked in left) else "")
+
+
 def shape(candidate: Candidate) -> str:
     """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with replicas of their own."""
     if len(set(candidate.replicas)) > 1:
@@ -126,7 +133,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         str(candidate.microbatches),
         recomputation(candidate.policies),
         rate(candidate.samples_per_second),
-        "–" if found is None else rate(ranked.samples_per_second) + difference,
+        rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
         f"{candidate.bubble if found is None else found.bubble:.0%}",
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),

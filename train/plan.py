@@ -165,9 +165,16 @@ def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int
     )
     reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
-        "samples/s in closed form and as simulated, with what makes them differ by more than 10%; memory of the fullest worker, "
+        "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
+        + table.how_known(choice, SHOWN)
+        + "; memory of the fullest worker, "
         + ("estimated" if proof is None else "compiled in the first row, estimated in the others")
     )
+    if choice.open:
+        reporter.say(
+            f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
+            "fewer --schedules or a smaller --batch leave less to simulate"
+        )
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate

@@ -13,6 +13,7 @@ from planner.draw import draw_choice
 from planner.profile import Profile
 from planner.simulated import simulated
 from planner.topology import Topology
+from tests.planner.invented import simulate_all
 
 
 def gpt(blocks: int = 6, outputs: int = 1_000, weights: int = 100_000) -> Profile:
@@ -77,7 +78,7 @@ def test_memory_that_the_simulation_counts_decides():
 def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
     profile, topology = gpt(), machines(50_000.0, memory=1e9)
     candidates = find_candidates(profile, topology, 8)
-    least = min(max(ranked.memory) for ranked in choose(profile, topology, candidates, most=1000).ranked)
+    least = min(max(one.simulated.peak_bytes) for one in simulate_all(profile, topology, candidates))
     small = machines(50_000.0, memory=least - 1)  # the candidates still say that they fit
     choice = choose(profile, small, candidates, most=1000)
     assert choice.ranked == ()
@@ -123,7 +124,7 @@ def pipelines(schedule, forwards, replicas, *levels, batch, extra=0, cores=None,
 
 
 TRULY_DIFFERENT = {
-    "link": pipelines("pipedream_2bw", [1, 1], (4, 4), (4, 3e3, 0.0), (2, 300.0, 0.5), batch=8),
+    "link": pipelines("pipedream_2bw", [1, 1], (4, 4), (4, 3e4, 0.0), (2, 3e3, 3.0), batch=8),
     "sum": pipelines("pipedream_flush", [3, 1, 1], (8,), (4, 3e3, 0.0), (2, 300.0, 0.0), batch=16, cores=2, weights=7_000),
     "imbalance": pipelines("pipedream", [3, 1, 1, 1], (1, 1, 1, 1), (4, 3e6, 0.0), batch=8, extra=1, cores=2),
     "bubble": pipelines("gpipe", [0.4, 1, 1, 1], (1, 1, 1, 1), (4, 3e6, 0.0), batch=4, cores=2),

@@ -1,0 +1,42 @@
+"""Profiles and machines that are drawn at random, and what simulating every candidate says."""
+
+import numpy as np
+
+from planner.choose import Ranked
+from planner.profile import Profile
+from planner.simulated import simulated
+from planner.topology import Topology
+
+
+def simulate_all(profile, topology, candidates):
+    """All candidates that fit by their estimates, as a search without bounds would know them."""
+    fitting = [candidate for candidate in candidates if candidate.over is None]
+    plans = [candidate.plan(profile.ids) for candidate in fitting]
+    return [
+        Ranked(candidate, simulated(plan, profile.stage_costs(plan, candidate.rows), topology))
+        for candidate, plan in zip(fitting, plans, strict=True)
+    ]
+
+
+def invented_profile(seed: int, layers: int = 8) -> Profile:
+    """Layers of which no two are alike; a microbatch of one row."""
+    random = np.random.default_rng(seed)
+    forwards, backwards = random.exponential(1e-3, layers), random.exponential(2e-3, layers)
+    outputs, weights = 10 ** random.uniform(4, 7, layers), 10 ** random.uniform(4, 8, layers)
+    found = []
+    for n, (forward, backward, out, size) in enumerate(zip(forwards, backwards, outputs, weights, strict=True)):
+        at = {"forward": forward, "backward": backward, "outputs": int(out), "residuals": {"none": int(2 * out), "full": int(out)}}
+        found.append({"id": f"layer_{n}", "weights": int(size), "optimizer": int(size), "update": 1e-5, "at": [at]})
+    return Profile(source="analytic", sizes=[1], inputs=[1000], labels=[8], layers=found)
+
+
+def invented_topology(seed: int) -> Topology:
+    """Four or six workers in one or two servers; every other one with little memory."""
+    random = np.random.default_rng(seed)
+    inner, outer = 10 ** random.uniform(9, 10.5), 10 ** random.uniform(8, 9.7)
+    levels = [
+        {"count": 2 + seed % 2, "bandwidth": inner, "latency": 5e-6},
+        {"count": 2, "bandwidth": outer, "latency": random.uniform(0, 3e-4)},
+    ]
+    levels = levels if seed % 3 else [{"count": 4, "bandwidth": outer, "latency": 5e-5}]
+    return Topology(levels=tuple(levels), device={"memory": 3e8 if seed % 2 else None}, cores=3 if seed % 5 == 4 else None)
