@@ -9,7 +9,8 @@ from jpipe._draw import draw_memory, draw_timeline
 from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe._host_memory import keep_freed_memory
-from jpipe._layers import Layer, LayerSpec, LayerStack
+from jpipe._layer import Layer, LayerSpec
+from jpipe._layers import LayerStack
 from jpipe._lone import LoneStage
 from jpipe._lower import batches_until_full, lower
 from jpipe._metrics import Evaluation, Mean, Metrics, Told

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jpipe._errors import InputError
-from jpipe._layers import describe, spec_of
+from jpipe._layer import describe, spec_of
 
 Tree = Any
 Batch = tuple[Tree, Tree]

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jpipe._layers import Layer, LayerSpec, LayerStack, key_spec
+from jpipe._layer import Layer, LayerSpec, key_spec
+from jpipe._layers import LayerStack
 from jpipe._plan import Plan
 from jpipe._program import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
 from jpipe._stage import Loss, StageFunctions, floats_of, norm_of

@@ -4,7 +4,8 @@ import difflib
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,6 +45,21 @@ def cause(error: BaseException) -> str:
     what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     own = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
     return f"{what} ({own[-1]})" if own else what
+
+
+@contextmanager
+def callers_code(message: Callable[[BaseException], str]) -> Iterator[None]:
+    """Whatever a caller's own code raises inside becomes an `InputError`, but for Ctrl-C and what is one already.
+
+    Args:
+        message: makes the message of the exception; see `cause`.
+    """
+    try:
+        yield
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a SystemExit, or an exception of the caller's that is no Exception
+        raise InputError(message(error)) from error
 
 
 _LIBRARIES = {"jpipe", "jax", "flax", "optax"}  # wherever they are installed

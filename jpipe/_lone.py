@@ -9,7 +9,8 @@ import jax
 
 from jpipe._compile import trace_call
 from jpipe._costs import StageCost, measure_bytes
-from jpipe._layers import LayerSpec, LayerStack
+from jpipe._layer import LayerSpec
+from jpipe._layers import LayerStack
 from jpipe._optimizer import LayerwiseOptimizer
 from jpipe._plan import Stage
 from jpipe._stage import Loss, StageFunctions, stage_functions

@@ -17,7 +17,8 @@ from jpipe._compile import CompiledStage, compile_initializers, compile_workers,
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
-from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
+from jpipe._layer import LayerSpec, describe, key_spec
+from jpipe._layers import LayerStack
 from jpipe._lower import lower_evaluation
 from jpipe._metrics import Board, Evaluation, Metrics
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise

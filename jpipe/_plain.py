@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._errors import InputError
-from jpipe._layers import describe
+from jpipe._layer import describe
 
 Tree = Any
 Plain = dict[str, Any]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._errors import InputError, cause
-from jpipe._layers import LayerSpec, LayerStack, describe, key_spec
+from jpipe._layer import LayerSpec, describe, key_spec
+from jpipe._layers import LayerStack
 from jpipe._optimizer import LayerwiseOptimizer
 from jpipe._plan import Stage
 from jpipe._residuals import Residuals, find_residuals, restore_leaves

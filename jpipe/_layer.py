@@ -1,0 +1,108 @@
+"""A layer as two pure functions, and the shapes and dtypes around it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe._errors import InputError
+
+Tree = Any  # a pytree of arrays
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest unit that is never cut: two pure functions.
+
+    Attributes:
+        init: `(key, x) -> (params, state)`; `x` is an example of the input. `params` are trained, `state` is what forwards
+            carry on (batch statistics, say); `{}` where there is none.
+        apply: `(params, state, x, key, train) -> (y, state)`; `key` is a random key of this layer and microbatch, None
+            unless `stochastic`; `train` is False in evaluation.
+        stochastic: whether `apply` draws random numbers in training (dropout).
+        owner: the object whose reuse in a second layer would mean shared parameters, if any.
+    """
+
+    init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
+    apply: Callable[[Tree, Tree, Tree, jax.Array | None, bool], tuple[Tree, Tree]]
+    stochastic: bool = False
+    owner: Any = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shapes and dtypes around one layer, found without allocating anything.
+
+    Attributes:
+        x: its input.
+        params: its parameters.
+        state: its state.
+        output: its output.
+    """
+
+    x: Tree
+    params: Tree
+    state: Tree
+    output: Tree
+
+
+def key_spec() -> jax.ShapeDtypeStruct:
+    """What a random key looks like."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def spec_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype that an array (NumPy's or JAX's) has on a device."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
+
+
+def describe(tree: Tree) -> str:
+    """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves]
+    return ", ".join(words) if words else "nothing"
+
+
+def _describe_leaf(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def with_arrays(layer: Layer) -> Layer:
+    """The layer with plain arrays around it: no weak types, no Python numbers among its parameters and state."""
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        params, state = layer.init(key, x)
+        return _strong(_as_arrays(params)), _strong(_as_arrays(state))
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        y, new_state = layer.apply(params, state, x, key, train)
+        return _strong(y), _strong(_as_arrays(new_state))
+
+    return replace(layer, init=init, apply=apply)
+
+
+def refuse_python_numbers(layer_id: str, y: Tree) -> None:
+    """Refuse an output that the next layer would get as a Python number or as an array, depending on the cut.
+
+    Raises:
+        InputError: a leaf is a Python number.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
+        if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+            raise InputError(
+                f"layer '{layer_id}': expected an output of arrays, found the Python {type(leaf).__name__} {leaf!r} "
+                f"at {jax.tree_util.keystr(path) or 'its top'}; return an array, such as jnp.asarray({leaf!r})"
+            )
+
+
+def _as_arrays(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf, tree)
+
+
+def _strong(tree: Tree) -> Tree:
+    """The same arrays without JAX's weak types, which would be lost at the end of a stage, so that the cut changed the numbers."""
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
