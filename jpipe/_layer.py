@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpipe._errors import InputError
+from jpipe._errors import InputError, short
 
 Tree = Any  # a pytree of arrays
 
@@ -71,38 +71,49 @@ def _describe_leaf(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def with_arrays(layer: Layer) -> Layer:
-    """The layer with plain arrays around it: no weak types, no Python numbers among its parameters and state."""
+def with_arrays(layer_id: str, layer: Layer) -> Layer:
+    """The layer with plain arrays around it: no weak types, no Python numbers among its parameters and state, nothing else.
+
+    Args:
+        layer_id: for messages.
+        layer: any layer.
+    """
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         params, state = layer.init(key, x)
-        return _strong(_as_arrays(params)), _strong(_as_arrays(state))
+        return _as_arrays(params, f"layer '{layer_id}': its parameters"), _as_arrays(state, f"layer '{layer_id}': its state")
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, new_state = layer.apply(params, state, x, key, train)
-        return _strong(y), _strong(_as_arrays(new_state))
+        return jax.tree.map(_strong, y), _as_arrays(new_state, f"layer '{layer_id}': its state")
 
     return replace(layer, init=init, apply=apply)
 
 
-def refuse_python_numbers(layer_id: str, y: Tree) -> None:
+def refuse_python_values(layer_id: str, y: Tree) -> None:
     """Refuse an output that the next layer would get as a Python number or as an array, depending on the cut.
 
     Raises:
-        InputError: a leaf is a Python number.
+        InputError: a leaf is no array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
-        if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
-            raise InputError(
-                f"layer '{layer_id}': expected an output of arrays, found the Python {type(leaf).__name__} {leaf!r} "
-                f"at {jax.tree_util.keystr(path) or 'its top'}; return an array, such as jnp.asarray({leaf!r})"
-            )
+        if not hasattr(leaf, "dtype"):
+            found = f"the Python {type(leaf).__name__} {short(leaf)} at {jax.tree_util.keystr(path) or 'its top'}"
+            remedy = f"return an array, such as jnp.asarray({leaf!r})" if isinstance(leaf, _NUMBERS) else "return arrays only"
+            raise InputError(f"layer '{layer_id}': expected its output to be arrays, found {found}; {remedy}")
 
 
-def _as_arrays(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf, tree)
+_NUMBERS = (bool, int, float, complex)
 
 
-def _strong(tree: Tree) -> Tree:
-    """The same arrays without JAX's weak types, which would be lost at the end of a stage, so that the cut changed the numbers."""
-    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
+def _as_arrays(tree: Tree, where: str) -> Tree:
+    """The same leaves as arrays without weak types."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, _NUMBERS):
+            raise InputError(f"{where}: expected arrays, found {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'the top'}")
+    return jax.tree.map(lambda leaf: _strong(jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf), tree)
+
+
+def _strong(leaf: Any) -> Any:
+    """The same array without JAX's weak type, which would be lost at the end of a stage, so that the cut changed the numbers."""
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

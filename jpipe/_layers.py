@@ -10,7 +10,7 @@ from flax import linen, nnx
 
 from jpipe._adapters import adapt, has_parameter
 from jpipe._errors import InputError, callers_code, cause, shortened
-from jpipe._layer import Layer, LayerSpec, describe, key_spec, refuse_python_numbers, spec_of, with_arrays
+from jpipe._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
 
 Tree = Any  # a pytree of arrays
 
@@ -48,7 +48,7 @@ class LayerStack:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
         _refuse_shared_modules(layers)
-        self.layers: dict[str, Layer] = {layer_id: with_arrays(adapt(layer_id, layer)) for layer_id, layer in layers.items()}
+        self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, adapt(layer_id, layer)) for layer_id, layer in layers.items()}
         _refuse_shared_owners(self.layers)
 
     @property
@@ -141,7 +141,7 @@ class LayerStack:
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
             y, new_state = layer.apply(params, state, x, key, True)
             if layer_id != self.ids[-1]:
-                refuse_python_numbers(layer_id, y)
+                refuse_python_values(layer_id, y)
             return y, new_state
 
         with callers_code(message):

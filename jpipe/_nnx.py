@@ -2,19 +2,22 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jpipe._dependence import reached
 from jpipe._errors import InputError, callers_code, cause, short
 from jpipe._layer import Layer, key_spec
 
 Tree = Any
 Modes = Callable[[Callable[..., Any], Callable[[inspect.Parameter], bool]], Callable[[bool], dict[str, Any]]]
 
+_ARRAYS = "an array"  # may change: they are layer state
 _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train() and eval() set
 
 
@@ -34,6 +37,7 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         module = constructor(rngs=nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+        _mark_arrays(module)
         _set_to_train(module)
         return module
 
@@ -72,7 +76,8 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
             for i, spec in enumerate(rng_specs)
         ]
 
-    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+    def forward(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
+        """The output, and the module after it."""
         parts = (
             jax.tree.unflatten(params_form, jax.tree.leaves(params)),
             jax.tree.unflatten(rng_form, rng_state(key)),
@@ -82,7 +87,14 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         before = _static_attributes(module)
         y = module(x, **mode(train))
         _refuse_changed(layer_id, before, _static_attributes(module))
-        return y, nnx.to_pure_dict(split(module)[3]) if train else state
+        return y, module
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        y, module = forward(params, state, x, key, train)
+        _, new_params, _, new_state = split(module)
+        if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
+            _refuse_learning(layer_id, lambda p, v: split(forward(p, state, v, key, train)[1])[1], params, x)
+        return y, nnx.to_pure_dict(new_state) if train else state
 
     return Layer(init, apply, stochastic=bool(rng_specs))
 
@@ -98,20 +110,38 @@ def _set_to_train(module: nnx.Module) -> None:
             part.decode = False
 
 
+def _mark_arrays(module: nnx.Module) -> None:
+    """Tell Flax which attributes are arrays: of those that are in no `nnx.Variable` it does not see it while they are traced."""
+    for _, part in nnx.iter_modules(module):
+        for name, value in list(_attributes(part)):
+            if not nnx.is_data(value) and _holds_arrays(value):
+                setattr(part, name, nnx.data(value))
+
+
+def _attributes(part: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Those that are not Flax's own."""
+    return ((name, value) for name, value in vars(part).items() if not str(name).startswith(("_pytree__", "_object__")))
+
+
+def _holds_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(value))
+
+
 def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
     """As many keys as `spec` has (modules that are vmapped or scanned hold a stack of them), from one."""
     return jax.random.split(key, spec.shape) if spec.shape else key
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
-    """By path the attributes that are no arrays: numbers, text, functions, None. Containers are copied."""
-    found = {}
+    """By path the attributes that are neither variables nor modules: numbers, text, None. Of arrays only that they are some."""
+    found: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
-        for name, value in vars(part).items():
-            is_cache = isinstance(getattr(type(part), name, None), functools.cached_property)
-            if not name.startswith(("_pytree__", "_object__")) and not nnx.is_data(value) and not is_cache:  # the former are Flax's own
-                copied = value.copy() if isinstance(value, (list, dict, set)) else value
-                found[".".join(map(str, (*path, name)))] = copied
+        for name, value in _attributes(part):
+            is_cache = isinstance(getattr(type(part), str(name), None), functools.cached_property)
+            if isinstance(value, (nnx.Variable, nnx.Pytree)) or is_cache:
+                continue
+            copied = value.copy() if isinstance(value, (list, dict, set)) else value
+            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else copied
     return found
 
 
@@ -122,6 +152,27 @@ def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]
             raise InputError(
                 f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
                 "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
+            )
+
+
+def _refuse_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
+    """Refuse a forward that writes something of its input into a parameter. What is made of the weights alone (`nnx.WeightNorm`) is
+    made again by each forward.
+
+    Args:
+        layer_id: for the message.
+        written: the parameters after a forward, of (parameters, input).
+        params: the parameters.
+        x: the input.
+    """
+    jaxpr = jax.make_jaxpr(written)(params, x).jaxpr
+    by_input = reached(jaxpr, [0] * len(jax.tree.leaves(params)) + [1] * len(jax.tree.leaves(x)))
+    for (path, _), is_reached in zip(jax.tree_util.tree_flatten_with_path(params)[0], by_input, strict=True):
+        if is_reached:
+            raise InputError(
+                f"layer '{layer_id}': its forward writes what it computes of its input into the parameter "
+                f"{jax.tree_util.keystr(path)}, which would be lost: the optimizer alone changes parameters; make it an nnx.Variable of "
+                "another kind, such as nnx.BatchStat"
             )
 
 
