@@ -20,6 +20,11 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         raise InputError(f"batch: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
+    for leaf in leaves:
+        try:
+            spec_of(leaf)
+        except TypeError:  # text, objects, dates
+            raise InputError(f"batch: expected arrays of numbers, found {describe(batch)}; convert {leaf.dtype} to numbers") from None
     size = sizes.pop()
     if size == 0 or size % count:
         raise InputError(

@@ -42,6 +42,8 @@ class LayerStack:
     """
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
+        if not isinstance(layers, Mapping):
+            raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
         if not layers:
             raise InputError("LayerStack: expected at least one layer, found none")
         for layer_id in layers:
@@ -121,7 +123,10 @@ class LayerStack:
                 real floating point; its state or its output in evaluation has other shapes than in training.
         """
         found: dict[str, LayerSpec] = {}
-        before, x = "the batch", jax.tree.map(spec_of, inputs)
+        try:
+            before, x = "the batch", jax.tree.map(spec_of, inputs)
+        except TypeError:  # text, objects
+            raise InputError(f"inputs: expected arrays of numbers, found {describe(inputs)}") from None
         for layer_id in self.layers if ids is None else ids:
             found[layer_id] = self._spec(layer_id, before, x)
             before, x = layer_id, found[layer_id].output

@@ -1,9 +1,10 @@
 """From compute order to programs: insert loads, transfers, sums, updates and releases, and find the one total order of all workers."""
 
 from collections import deque
+from numbers import Integral
 from typing import NamedTuple
 
-from jpipe._errors import InputError
+from jpipe._errors import InputError, short
 from jpipe._plan import Plan
 from jpipe._program import (
     AllReduce,
@@ -44,6 +45,10 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     Raises:
         InputError: batches out of order, or clipping with a schedule that does not flush.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
+    if not all(isinstance(number, Integral) for number in (batches, begin, start)):
+        raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if clips and not SCHEDULES[plan.schedule].flushes:

@@ -13,7 +13,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe._dependence import reached
-from jpipe._errors import InputError, cause
+from jpipe._errors import InputError, callers_code, cause
 
 Tree = Any
 
@@ -79,14 +79,16 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
-    try:
-        coupled = _coupled_layers(transformation, specs)
-    except Exception as error:
-        raise InputError(
+
+    def message(error: BaseException) -> str:
+        return (
             f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
             f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
             "more than gradients, state and params (a loss value, a function) cannot be used"
-        ) from error
+        )
+
+    with callers_code(message):
+        coupled = _coupled_layers(transformation, specs)
     if coupled is not None:
         raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled))
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}

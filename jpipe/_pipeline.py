@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
@@ -17,12 +18,13 @@ from jpipe._compile import CompiledStage, compile_initializers, compile_workers,
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
+from jpipe._gradients import check_gradients
 from jpipe._layer import LayerSpec, describe, key_spec
 from jpipe._layers import LayerStack
 from jpipe._lower import lower_evaluation
 from jpipe._metrics import Board, Evaluation, Metrics
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
-from jpipe._placement import place
+from jpipe._placement import checked_devices, place
 from jpipe._plain import Plain, filled
 from jpipe._plan import Plan
 from jpipe._processes import Processes
@@ -109,13 +111,20 @@ class Pipeline:
         *,
         clip_global_norm: float | None = None,
     ) -> None:
+        if not isinstance(stack, LayerStack):
+            raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
+        if not isinstance(plan, Plan):
+            raise InputError(f"plan: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(stack.ids, …)")
+        if not callable(loss):
+            raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
         if clip_global_norm is not None:
             _check_clipping(clip_global_norm, plan)
         self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
         self.clip_global_norm = clip_global_norm
-        self._given_devices = None if devices is None else tuple(devices)
+        self._given_devices = None if devices is None else checked_devices(devices)
         self._spec: Batch | None = None
+        self._differentiable: Batch | None = None  # the last batch for which all could be differentiated
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
         self._stages: dict[int, CompiledStage] = {}  # by worker of this process
         self._compiled: list[StageFunctions] = []
@@ -160,7 +169,7 @@ class Pipeline:
         """
         key = _as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
-        given = _given(params or {}, specs)
+        given = _given({} if params is None else params, specs)
         self._prepare(batch)
         places = [(layer_id, stage.device) for stage in self._stages.values() for layer_id in stage.functions.stage.layers]
         initializers = compile_initializers(self.stack, specs, places)
@@ -404,6 +413,9 @@ class Pipeline:
             scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
             options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "sync_state": self.plan.sync_state}
             functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, **options))
+        if self._differentiable != (inputs, labels):
+            check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels)
+            self._differentiable = inputs, labels
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         return [dataclasses.replace(f, optimizer=layerwise) for f in functions]
 
@@ -478,6 +490,8 @@ def _as_key(key: Any) -> jax.Array:
 
 def _given(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
     """The parameters of all layers: arrays where they are given, else shapes."""
+    if not isinstance(params, Mapping):
+        raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
     for layer_id in params:
         if layer_id not in specs:
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
@@ -496,7 +510,7 @@ def _is_used_up(worker: WorkerState) -> bool:
 
 
 def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
-    if not isinstance(clip_global_norm, (int, float)) or not 0 < clip_global_norm < math.inf:
+    if not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf:
         raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
     if SCHEDULES[plan.schedule].flushes:
         return

@@ -1,10 +1,11 @@
 """Which device each worker gets, and a picture of it in text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
-from jpipe._errors import InputError
+from jpipe._errors import InputError, short
 from jpipe._plan import Plan
 
 
@@ -42,6 +43,21 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
     order = sorted(range(count), key=lambda w: w if plan.keep_together == "replicas" else (plan.workers[w][1], plan.workers[w][0]))
     placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(order)}
     return _alike(plan, tuple(placed[w] for w in range(count)))
+
+
+def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
+    """What a caller gave as devices.
+
+    Raises:
+        InputError: something else.
+    """
+    if not isinstance(devices, Iterable) or isinstance(devices, str):
+        raise InputError(f"devices: expected a list of devices, found {type(devices).__name__}; give some of jax.devices()")
+    found = tuple(devices)
+    for device in found:
+        if not isinstance(device, jax.Device):
+            raise InputError(f"devices: expected devices such as jax.devices()[0], found {short(device)}; give some of jax.devices()")
+    return found
 
 
 def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:

@@ -4,10 +4,11 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
@@ -26,6 +27,14 @@ RECOMPUTE = (
 """Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
 
 
+def _as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, np.integer) else value
+
+
+Int = Annotated[int, pydantic.BeforeValidator(_as_int)]
+"""An integer, Python's or NumPy's; in a JSON file Python's."""
+
+
 class Stage(pydantic.BaseModel):
     """Consecutive layers, by id, that one worker (or several replicas of it) runs.
 
@@ -38,7 +47,7 @@ class Stage(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    replicas: Annotated[int, Field(ge=1, le=65536)] = 1
+    replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
     recompute: str = "none"
 
     @pydantic.field_validator("recompute")
@@ -62,10 +71,10 @@ class Predicted(pydantic.BaseModel):
 
     batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     bubble: Annotated[float, Field(ge=0, le=1)]
-    peak_bytes: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+    peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
 
 
-Devices = Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
+Devices = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
 """For each stage the number of the device of each of its replicas."""
 
 
@@ -103,9 +112,9 @@ class Plan(pydantic.BaseModel):
 
     format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
     schedule: str
-    microbatches: Annotated[int, Field(ge=1, le=10**9)]
+    microbatches: Annotated[Int, Field(ge=1, le=10**9)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
-    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
+    extra_in_flight: Annotated[Int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
@@ -225,10 +234,13 @@ class Plan(pydantic.BaseModel):
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
             ('a', 'b')
         """
+        layers = _layer_ids(layers)
+        if not isinstance(num_stages, (int, np.integer)):
+            raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
         if not 1 <= num_stages <= len(layers):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
-        policies = [recompute] * num_stages if isinstance(recompute, str) else list(recompute)
-        counts = [replicas] * num_stages if isinstance(replicas, int) else list(replicas)
+        policies = _for_each(recompute, str, num_stages, "recompute")
+        counts = _for_each(replicas, (int, np.integer), num_stages, "replicas")
         for what, found in (("recomputation policy", policies), ("number of replicas", counts)):
             if len(found) != num_stages:
                 raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(found)}")
@@ -289,6 +301,23 @@ class Plan(pydantic.BaseModel):
             raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
 
 
+def _layer_ids(layers: Any) -> Sequence[str]:
+    """What was given as all layer ids, in order."""
+    if not isinstance(layers, (Sequence, Mapping)):
+        hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
+        raise InputError(f"plan: expected the layer ids in order, found {type(layers).__name__}; give {hint}")
+    return list(layers)
+
+
+def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
+    """One value for all stages, or what was given for each of them."""
+    if isinstance(value, kind):
+        return [value] * num_stages
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InputError(f"plan: {what}: expected one for all stages or a list of one for each, found {short(value)}")
+    return list(value)
+
+
 def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
     """The JSON object in a text, if its key `format` says that it is what is expected.
 
@@ -301,6 +330,8 @@ def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
         InputError: no JSON (with line and column), no object, or of another format.
     """
     kind = expected.removeprefix("jpipe-").partition("/")[0]
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise InputError(f"{where}: expected a {kind} as JSON text, found {type(text).__name__}")
     try:
         data = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:

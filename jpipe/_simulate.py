@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from jpipe._costs import Link, Network, StageCost, unit_costs
-from jpipe._errors import InputError
+from jpipe._errors import InputError, short
 from jpipe._grid import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
 from jpipe._program import (
     AllReduce,
@@ -85,9 +85,15 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         ProgramError: the proof fails; says where, with the grid.
         InputError: a program of a part of a run, or not one cost for each stage.
     """
+    if not isinstance(program, Program):
+        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     costs = unit_costs(program.plan) if costs is None else costs
+    if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
+        raise InputError(f"simulate: expected a list of jpipe.StageCost as costs, found {short(costs)}")
+    if not (link is None or isinstance(link, Link) or callable(link)):
+        raise InputError(f"simulate: expected a jpipe.Link, or a function of two workers that gives one, found {short(link)}")
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
     link = link or Link()

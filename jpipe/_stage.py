@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError, cause
+from jpipe._errors import InputError, callers_code, cause
 from jpipe._layer import LayerSpec, describe, key_spec
 from jpipe._layers import LayerStack
 from jpipe._optimizer import LayerwiseOptimizer
@@ -251,24 +251,36 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
         InputError: it fails on them, or does not return two scalars; the message begins with `where`.
     """
     labels = last.specs.labels
-    try:
-        jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
+
+    def message(error: BaseException) -> str:
+        return (
             f"{where}: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
-            f"it says: {cause(error)}; fix the function"
-        ) from error
+            f"it says: {cause(error)}; {remedy}"
+        )
+
+    remedy = "mend the loss" if where == "loss" else "fix the function"
+    with callers_code(message):
+        jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
 
 
 def _summed(function: Loss, where: str, outputs: Tree, labels: Tree, dtype: Any) -> tuple[jax.Array, jax.Array]:
     result = function(outputs, labels)
-    if not (isinstance(result, tuple) and len(result) == 2 and all(jnp.shape(part) == () for part in result)):
-        found = describe(jax.tree.map(jax.typeof, result))
-        raise InputError(f"{where}: expected (sum, weight), two scalars, found {found}; return values.sum(), count")
+    of = "sum of the losses" if where == "loss" else "sum"
+    if not (isinstance(result, tuple) and len(result) == 2 and all(_is_scalar(part) for part in result)):
+        values = "losses" if where == "loss" else "values"
+        raise InputError(f"{where}: expected ({of}, weight), two scalars, found {describe(result)}; return {values}.sum(), count")
     total, weight = result
+    kind = jnp.floating if where == "loss" else jnp.number
+    if not jnp.issubdtype(jnp.result_type(total), kind) or jnp.iscomplexobj(total):
+        expected = "a real floating-point number, which has a gradient" if where == "loss" else "a real number"
+        raise InputError(f"{where}: expected the {of} to be {expected}, found {jnp.result_type(total)}; convert it to float32")
+    if jnp.iscomplexobj(weight):
+        raise InputError(f"{where}: expected the weight to be a real number, found {jnp.result_type(weight)}; return a count")
     return jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) or (hasattr(value, "dtype") and jnp.shape(value) == ())
 
 
 def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
