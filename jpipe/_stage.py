@@ -255,10 +255,9 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
     def message(error: BaseException) -> str:
         return (
             f"{where}: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
-            f"it says: {cause(error)}; {remedy}"
+            f"it says: {cause(error)}; fix the function"
         )
 
-    remedy = "mend the loss" if where == "loss" else "fix the function"
     with callers_code(message):
         jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
 
