@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, SupportsIndex
 
 import numpy as np
 import pydantic
@@ -208,11 +208,11 @@ class Plan(pydantic.BaseModel):
     def even(
         cls,
         layers: Sequence[str],
-        num_stages: int,
+        num_stages: SupportsIndex,
         schedule: str,
-        microbatches: int,
+        microbatches: SupportsIndex,
         *,
-        replicas: int | Sequence[int] = 1,
+        replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
         recompute: str | Sequence[str] = "none",
         **fields: Any,
     ) -> "Plan":
@@ -237,6 +237,7 @@ class Plan(pydantic.BaseModel):
         layers = _layer_ids(layers)
         if not isinstance(num_stages, (int, np.integer)):
             raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
+        num_stages = int(num_stages)
         if not 1 <= num_stages <= len(layers):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
         policies = _for_each(recompute, str, num_stages, "recompute")

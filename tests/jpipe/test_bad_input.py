@@ -303,39 +303,73 @@ def test_a_wrong_batch_is_refused(batch, message):
         pipeline().check(batch)
 
 
-UNTYPED = """
-import jax, numpy as np, optax
+UNTYPED = {
+    "pipe.check(x)": "batch: expected a tuple (inputs, labels), found ndarray",
+    "pipe.check((x, x, x))": "batch: expected a tuple (inputs, labels), found 3 of them",
+    "pipe.check((np.array(['a', 'b']), x))": (
+        "batch: expected arrays of numbers, found [0] <U1[2], [1] float32[2, 3]; convert <U1 to numbers"
+    ),
+    "pipe.check((x, np.array([None, 1])))": (
+        "batch: expected arrays of numbers, found [0] float32[2, 3], [1] object[2]; convert object to numbers"
+    ),
+    "pipe.step(5, (x, x))": "state: expected a jpipe.State, found int",
+    "pipe.init(jax.random.key(0), (x, x), params=3)": "params: expected a dict of parameters by layer id, found int",
+    "LayerStack({3: abs})": "LayerStack: a layer id is a non-empty string, found 3",
+    "LayerStack([abs])": "LayerStack: expected a dict of layers by id, found list; give {'layer id': layer, …}",
+    "LayerStack({'a': lambda rngs: None})": "layer 'a': its constructor returned NoneType, expected a flax.nnx.Module",
+    "stack.specs(np.array(['a']))": "inputs: expected arrays of numbers, found <U1[1]",
+    "Plan.even(stack, 1, 'gpipe', 1)": "plan: expected the layer ids in order, found LayerStack; give its ids, as stack.ids",
+    "Plan.even(stack.ids, '1', 'gpipe', 1)": "plan: num_stages: expected an integer, found '1'",
+    "Plan.even(stack.ids, 1, 'gpipe', '1')": "plan: microbatches: expected a valid integer, found '1'",
+    "Plan.even(stack.ids, 1, 'gpipe', 1, replicas=1.5)": "plan: replicas: expected one for all stages or a list of one for each, found 1.5",
+    "Plan.from_json(3)": "plan: expected a plan as JSON text, found int",
+    "Pipeline({'a': abs}, plan, loss, sgd)": "stack: expected a jpipe.LayerStack, found dict; wrap the layers in LayerStack(…)",
+    "Pipeline(stack, {}, loss, sgd)": "plan: expected a jpipe.Plan, found dict; make one with Plan.even(stack.ids, …)",
+    "Pipeline(stack, plan, 3, sgd)": "loss: expected a function (outputs, labels) -> (sum, weight), found int",
+    "Pipeline(stack, plan, loss, sgd, devices=[0, 1])": (
+        "devices: expected devices such as jax.devices()[0], found 0; give some of jax.devices()"
+    ),
+    "Pipeline(stack, plan, loss, sgd, devices=2)": "devices: expected a list of devices, found int; give some of jax.devices()",
+    "jpipe.simulate(plan)": "simulate: expected a program, found Plan; give jpipe.lower(plan, batches)",
+    "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.StageCost as costs, found [1]",
+    "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
+        "simulate: expected a jpipe.Link, or a function of two workers that gives one, found 3"
+    ),
+    "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
+    "jpipe.lower(plan, '1')": "lower: expected integers, found start 0, begin 0, batches '1'",
+}
+CALLS = """
+import jax, json, numpy as np, optax, sys
 import jpipe
-from jpipe import InputError, LayerStack, Pipeline, Plan
-plan = Plan.even(["a"], 1, "gpipe", 1)
-pipe = Pipeline(LayerStack({"a": lambda x: x}), plan, lambda y, labels: (y.sum(), 1.0), optax.sgd(0.1))
+from jpipe import LayerStack, Pipeline, Plan
+stack = LayerStack({"a": lambda x: x})
+plan, loss, sgd = Plan.even(["a"], 1, "gpipe", 1), lambda y, labels: (y.sum(), 1.0), optax.sgd(0.1)
+pipe = Pipeline(stack, plan, loss, sgd)
 x = np.zeros((2, 3), np.float32)
-for call in (
-    lambda: pipe.check(x),
-    lambda: pipe.check((x, x, x)),
-    lambda: pipe.step(5, (x, x)),
-    lambda: LayerStack({3: abs}),
-    lambda: LayerStack({"a": lambda rngs: None}),
-):
+for call in json.loads(sys.argv[1]):
     try:
-        call()
-    except InputError as error:
+        eval(call)
+        print("no error")
+    except jpipe.InputError as error:
         print(error)
+    except Exception as error:
+        print(type(error).__name__, error)
 """
 
 
 def test_wrong_types_are_told_without_type_checks_too():
     """The tests check types at run time; a user's program does not, and must hear of them from us."""
-    result = subprocess.run(
-        [sys.executable, "-c", UNTYPED], capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1]
-    )
-    assert result.stdout.splitlines() == [
-        "batch: expected a tuple (inputs, labels), found ndarray",
-        "batch: expected a tuple (inputs, labels), found 3 of them",
-        "state: expected a jpipe.State, found int",
-        "LayerStack: a layer id is a non-empty string, found 3",
-        "layer 'a': its constructor returned NoneType, expected a flax.nnx.Module",
-    ]
+    command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1])
+    assert dict(zip(UNTYPED, result.stdout.splitlines(), strict=True)) == UNTYPED
+
+
+def test_integers_may_be_those_of_numpy():
+    expected = Plan.even(IDS, 2, "gpipe", 4, replicas=(1, 2), placement=[[0], [1, 2]])
+    placement = [[np.int32(0)], [np.int64(1), np.uint8(2)]]
+    for replicas in (np.array([1, 2]), [np.int64(1), np.int64(2)]):
+        assert Plan.even(IDS, np.int64(2), "gpipe", np.int32(4), replicas=replicas, placement=placement) == expected
+    assert json.loads(Plan.even(IDS, 2, "gpipe", 2, replicas=np.int64(1)).to_json())["stages"][0]["replicas"] == 1
 
 
 def test_a_batch_unlike_the_one_of_init_is_refused():
