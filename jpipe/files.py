@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +26,14 @@ def expanded(path: str, where: str) -> Path:
         where: the config's key or the option that it was given by, for messages.
 
     Raises:
-        InputError: there is no such home folder.
+        InputError: there is no such home folder, or no file can have that name.
     """
+    try:
+        os.fsencode(path)
+        if "\0" in path:
+            raise ValueError("a null character")
+    except ValueError:  # lone surrogates that stand for no byte, from an escape in YAML or JSON
+        raise InputError(f"{where}: {path!a} has a character that no path can have; choose another name") from None
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -46,6 +53,8 @@ def resolved(path: str, where: str) -> Path:
     try:
         found = expanded(path, where).resolve()
         str(found).encode()
+        if any(part.is_symlink() for part in (found, *found.parents)):  # from Python 3.13 on `resolve` leaves a circle as it is
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(found))
     except UnicodeEncodeError:
         raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(found)!r}; rename the folder, or choose another") from None
     except (OSError, RuntimeError) as error:  # symbolic links in a circle
@@ -79,9 +88,18 @@ def open_to_append(path: Path) -> BinaryIO:
     """A file that is written at its end, unbuffered; it is made where there is none.
 
     Raises:
-        OSError: it cannot be opened; a symbolic link is refused.
+        OSError: it cannot be opened; a symbolic link is refused, and so is a FIFO or a device, which could hold up the run forever.
     """
-    return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+    special = OSError(errno.EINVAL, "it is not a regular file", str(path))
+    try:
+        number = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    except OSError as error:
+        raise (special if error.errno == errno.ENXIO else error) from None  # a FIFO that nobody reads
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise special
+    os.set_blocking(number, True)
+    return open(number, "ab", buffering=0)
 
 
 def make_folder(path: Path) -> None:

@@ -331,7 +331,10 @@ def _item_names(processes: int) -> list[str]:
     return [f"process-{process}.json" for process in range(processes)]
 
 
-_OURS = re.compile(rf"{re.escape(MARKER)}|{re.escape(ROWS)}|process-\d+(\..*)?|\.jpipe-\w+\.tmp|\..*\.unfinished")
+_OURS = re.compile(
+    r"checkpoint\.json|metrics\.jsonl|process-\d+(\.json|\.orbax-checkpoint-tmp.*)?|\.jpipe-\w+\.tmp"
+    r"|\.(checkpoint\.json|metrics\.jsonl|process-\d+\.json)\.unfinished"
+)
 """The names of what a checkpoint holds, unfinished files among them, those of earlier versions too."""
 
 
@@ -358,20 +361,27 @@ def _remove(place: Path) -> None:
     if place.is_symlink():
         place.unlink()
         return
-    if others := _not_ours(place):
-        raise OSError(errno.ENOTEMPTY, f"it holds '{others[0]}', which jpipe has not written", str(place))
+    if other := _not_ours(place):
+        raise OSError(errno.EPERM, other, str(place))
     (place / MARKER).unlink(missing_ok=True)
     shutil.rmtree(place)
 
 
-def _not_ours(place: Path) -> list[str]:
-    """What stands in the folder of a checkpoint that no checkpoint has; such a folder is not removed."""
-    return [name for name in sorted(os.listdir(place)) if not _OURS.fullmatch(name)]
+def _not_ours(place: Path) -> str | None:
+    """Why it is not what jpipe has written of a checkpoint, and so is not removed; None: it is. Of a link only the link is removed."""
+    if place.is_symlink():
+        return None
+    if not place.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    others = [name for name in sorted(os.listdir(place)) if not _OURS.fullmatch(name)]
+    return f"it holds '{others[0]}', which jpipe has not written" if others else None
 
 
 def _remove_item(place: Path, process: int) -> None:
     """Remove what a process wrote, its unfinished files too; what cannot be removed is in the way of nothing but the next attempt."""
     for path in (place / f"process-{process}", *place.glob(f"process-{process}.*")):
+        if not _OURS.fullmatch(path.name):
+            continue
         if path.is_symlink() or path.is_file():
             path.unlink()
         shutil.rmtree(path, ignore_errors=True)

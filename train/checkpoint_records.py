@@ -83,6 +83,7 @@ def read_marker(place: Path, step: int) -> Marker:
         Damaged: it is missing, was changed, or is that of another step.
         InputError: a newer jpipe wrote it.
     """
+    _refuse_link(place)
     path = place / MARKER
     if not path.exists():
         raise Damaged(place, f"has no {MARKER}, was not finished")
@@ -111,6 +112,7 @@ def read_items(place: Path, marker: Marker) -> dict[str, Item]:
     items = {}
     for name, digest in sorted(marker.items.items()):
         path = place / name
+        _refuse_link(path.with_suffix(""))
         items[path.stem] = _validated(path, Item, _load(path, _read_whole(path, digest)))
     return items
 
@@ -161,6 +163,12 @@ def describe(path: Path) -> File:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return File(size=file.tell(), sha256=sha256)
+
+
+def _refuse_link(folder: Path) -> None:
+    """What is behind a link can be changed by others, even after it was held against the hashes."""
+    if folder.is_symlink():
+        raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")
 
 
 def _read(path: Path) -> bytes:

@@ -132,7 +132,7 @@ def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
 
     At least one, and never all.
     """
-    rank = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64 for name in names}
+    rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
     ordered = sorted(names, key=lambda name: rank[name])
     count = sum(rank[name] < fraction for name in names)
     return frozenset(ordered[: min(max(count, 1), len(names) - 1)])

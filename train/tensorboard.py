@@ -1,6 +1,7 @@
 """A run's numbers for TensorBoard: `tensorboard --logdir RUN` shows them while the run goes on."""
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,8 +38,9 @@ class TensorBoard:
         self._records: RecordWriter | None = None
         with self._surviving():
             make_folder(folder)
-            # Read in the order of their names: those of a run that goes on later come behind.
-            self._records = RecordWriter(str(folder.absolute() / f"events.out.tfevents.{time.time_ns()}"))
+            # Read in the order of their names: those of a run that goes on later come behind. It follows links: the end is random.
+            name = f"events.out.tfevents.{time.time_ns()}.{secrets.token_hex(8)}"
+            self._records = RecordWriter(str(folder.absolute() / name))
         self._write({"file_version": "brain.Event:2"})
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -115,3 +115,29 @@ def test_all_that_writes_goes_through_one_module():
     sources = [path for package in ("jpipe", "planner", "train") for path in (root / package).rglob("*.py")]
     found = {path.relative_to(root).as_posix() for path in sources if re.search("|".join(ways), path.read_text("utf-8"))}
     assert found <= {"jpipe/files.py"}
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    for reader in (False, True):
+        number = os.open(tmp_path / ".lock", os.O_RDONLY | os.O_NONBLOCK) if reader else None
+        with pytest.raises(OSError, match="it is not a regular file"):
+            files.open_to_append(tmp_path / ".lock")
+        if number is not None:
+            os.close(number)
+
+
+@pytest.mark.parametrize("given", ["\ud800/rr", "a\0b"])
+def test_names_that_no_file_can_have_are_refused(given):
+    with pytest.raises(InputError, match=r"^--out: '.*' has a character that no path can have; choose another name$"):
+        files.expanded(given, "--out")
+    with pytest.raises(InputError, match=r"^run.dir: '.*' has a character"):
+        files.resolved(given, "run.dir")
+
+
+def test_a_circle_is_refused_where_python_leaves_it_as_it_is(tmp_path, monkeypatch):
+    """As `resolve` does from Python 3.13 on."""
+    (tmp_path / "circle").symlink_to("circle")
+    monkeypatch.setattr(Path, "resolve", Path.absolute)
+    with pytest.raises(InputError, match=r"^run.dir: cannot find '.*/circle/rr': Too many levels of symbolic links; choose another$"):
+        files.resolved(str(tmp_path / "circle" / "rr"), "run.dir")

@@ -2,16 +2,18 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from jpipe import InputError
 from tests.train.conftest import changed
-from train import checkpoint_files, loop
+from train import checkpoint_files, data, loop
 from train.export import main as export
 from train.resume import find
 from train.run_folder import OUTPUTS
+from train.tensorboard import TensorBoard
 from train.together import Together
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
@@ -117,6 +119,59 @@ def test_old_folders_that_hold_something_else_are_kept(tmp_path):
     assert checkpoint_files.steps(tmp_path) == [1, 3]
 
 
+@pytest.mark.parametrize("name", ["00000003", "00000003/process-0"])
+def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
+    for step in (1, 3):
+        checkpoint_files.write_layers(tmp_path, step, {}, 0)
+        checkpoint_files.complete(tmp_path, step, 1, {})
+    linked = tmp_path / "checkpoints" / name
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    told: list[str] = []
+    assert checkpoint_files.newest_good(tmp_path, told.append) == 1
+    assert told == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
+    for read in (checkpoint_files.read_layers, checkpoint_files.layer_specs):
+        with pytest.raises(InputError, match="is a symbolic link"):
+            read(tmp_path, 3)
+
+
+@pytest.mark.parametrize("name", ["process-0.log", "process-x", ".notes.unfinished", "metrics.jsonl.bak"])
+def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path):
+    file = tmp_path / "checkpoints" / "00000009" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(InputError, match=f"it holds '{name}', which jpipe has not written; move it away"):
+        checkpoint_files.begin(tmp_path, 3)
+    checkpoint_files.write_layers(tmp_path, 9, {}, 0)
+    checkpoint_files.discard(tmp_path, 9)
+    assert file.read_text() == "mine"
+
+
+def test_a_file_in_place_of_an_old_checkpoint_is_left(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint_files.write_layers(tmp_path, step, {}, 0)
+        checkpoint_files.complete(tmp_path, step, 1, {})
+    (tmp_path / "checkpoints" / "00000000").write_text("mine")
+    checkpoint_files.prune(tmp_path, keep=1)
+    assert checkpoint_files.steps(tmp_path) == [3]
+    assert (tmp_path / "checkpoints" / "00000000").read_text() == "mine"
+
+
+def test_event_files_for_tensorboard_follow_no_planted_link(outside, tmp_path, monkeypatch):
+    before = contents(outside)
+    monkeypatch.setattr(time, "time_ns", lambda: 7)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.7").symlink_to(outside / ".bashrc")
+    (tmp_path / "linked").symlink_to(outside)
+    told: list[str] = []
+    for folder in ("tensorboard", "linked"):
+        with TensorBoard(tmp_path / folder, told.append) as tensorboard:
+            tensorboard.write(0, {"loss": 1.0})
+    assert contents(outside) == before
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert [line.partition("': ")[2].partition(",")[0] for line in told] == ["it is a symbolic link"]
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(name, saved):
     folder = Path(saved["run"]["dir"])
@@ -152,3 +207,11 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(saved, tmp_p
         with pytest.raises(InputError, match=r"run.dir: expected a path in UTF-8"):
             loop.main(changed(saved, run={"dir": given}))
     assert os.listdir(here) == []
+
+
+def test_text_files_whose_names_are_not_utf8_are_read(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in (b"\xff.txt", b"b.txt"):
+        with open(os.fsencode(tmp_path / "text") + b"/" + name, "wb") as file:
+            file.write(b"hello " * 100)
+    assert data.read_text(str(tmp_path / "text"), 0.2).train.size == 600
