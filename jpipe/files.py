@@ -1,4 +1,4 @@
-"""How jpipe, planner and train name and write files.
+"""How jpipe, planner and train name, read and write files.
 
 A folder may come from a stranger, or be one in which strangers may make files: nothing is written through a symbolic link, under a name
 that somebody can know before, or half.
@@ -120,6 +120,50 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise _linked(path)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a regular file of at most `most` bytes; a symbolic link to one is followed.
+
+    A FIFO or a device is refused at once: reading it could take forever.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        kind = os.fstat(number).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if os.fstat(number).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most // 2**20} MiB, the limit for such a file", str(path))
+        with open(number, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(number)
+
+
+def read_text(path: Path, most: int, where: str, what: str, hint: str) -> str:
+    """Read a regular file of text in UTF-8 that a user named.
+
+    Args:
+        path: the file.
+        most: bytes, whole MiB; a larger file is refused.
+        where: the key, option or file that the message begins with.
+        what: what cannot be read, in the message: "the config".
+        hint: what to do then.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{where}: cannot read {what}: {error.strerror}; {hint}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{where}: expected text in UTF-8, found other bytes in {what}; {hint}") from None
 
 
 def to_disk(path: Path) -> None:

@@ -234,7 +234,7 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     place = _place(folder, step)
     found: dict[str, Tree] = {}
     for name in read_items(place, read_marker(place, step)):
-        with _read_by_orbax(place / name):
+        with _told_as_damaged(place / name):
             found |= item_specs(place / name)
     return found
 
@@ -265,7 +265,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
     found: dict[str, Tree] = {}
     for name in dict.fromkeys(owner[layer] for layer in wanted):
         verify_item(place / name, items[name])
-        with _read_by_orbax(place / name):
+        with _told_as_damaged(place / name):
             found |= read_item(place / name, [layer for layer in wanted if owner[layer] == name])
     return {layer: found[layer] for layer in wanted}
 
@@ -320,11 +320,12 @@ def _place(folder: Path, step: int) -> Path:
 
 
 @contextlib.contextmanager
-def _read_by_orbax(item: Path) -> Iterator[None]:
+def _told_as_damaged(item: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # where its files are those of the hashes, whoever wrote them, it was not jpipe
-        raise Damaged(item, f"cannot be read by Orbax ({type(error).__name__})") from error
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise Damaged(item, f"is no Orbax item as jpipe writes it ({type(error).__name__}: {said})") from error
 
 
 def _item_names(processes: int) -> list[str]:

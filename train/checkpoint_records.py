@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from jpipe import InputError
+from jpipe import InputError, files
 
 FORMAT = "jpipe-checkpoint/1"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
 _FAMILY = FORMAT.partition("/")[0] + "/"
+_MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have limits below that, 10,000 files take 2 MB
+_MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
 
 
 class Damaged(InputError):
@@ -87,7 +89,7 @@ def read_marker(place: Path, step: int) -> Marker:
     path = place / MARKER
     if not path.exists():
         raise Damaged(place, f"has no {MARKER}, was not finished")
-    data = _load(path, _read(path))
+    data = _load(path, _read(path, _MOST_JSON))
     said = data.pop("sha256", None)
     if said != _digest(data):
         raise _changed(path)
@@ -113,7 +115,7 @@ def read_items(place: Path, marker: Marker) -> dict[str, Item]:
     for name, digest in sorted(marker.items.items()):
         path = place / name
         _refuse_link(path.with_suffix(""))
-        items[path.stem] = _validated(path, Item, _load(path, _read_whole(path, digest)))
+        items[path.stem] = _validated(path, Item, _load(path, _read_whole(path, digest, _MOST_JSON)))
     return items
 
 
@@ -123,7 +125,7 @@ def read_rows(place: Path, marker: Marker) -> bytes:
     Raises:
         Damaged: their file is missing or was changed.
     """
-    return _read_whole(place / ROWS, marker.rows)
+    return _read_whole(place / ROWS, marker.rows, _MOST_ROWS)
 
 
 def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
@@ -135,9 +137,12 @@ def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
         contents: read them; or else only look for them and for their sizes.
 
     Raises:
-        Damaged: one is missing, cut off or changed.
+        Damaged: one is missing, cut off or changed, or among them is something else than a file or folder, such as a FIFO.
         InputError: one may not be read.
     """
+    for path in folder.rglob("*"):  # those that are not named, too: Orbax and TensorStore open what they find
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Damaged(path, "is no regular file, was not written by jpipe")
     for name, file in item.files.items():
         inside = PurePosixPath(name)
         if inside.is_absolute() or ".." in inside.parts:
@@ -171,11 +176,13 @@ def _refuse_link(folder: Path) -> None:
         raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
     if not path.is_file():
         raise Damaged(path, "is missing")
+    if path.stat().st_size > most:
+        raise Damaged(path, f"is larger than {most:,} bytes, was not written by jpipe")
     with _reading(path):
-        return path.read_bytes()
+        return files.read_bytes(path, most)
 
 
 @contextlib.contextmanager
@@ -191,8 +198,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable, and try again") from None
 
 
-def _read_whole(path: Path, digest: str) -> bytes:
-    content = _read(path)
+def _read_whole(path: Path, digest: str, most: int) -> bytes:
+    content = _read(path, most)
     if hashlib.sha256(content).hexdigest() != digest:
         raise _changed(path)
     return content

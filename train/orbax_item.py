@@ -1,9 +1,10 @@
 """One process's part of a checkpoint, as an Orbax item that plain Orbax reads as well: the only code here that knows Orbax."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -12,6 +13,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+
+from jpipe import files
 
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
@@ -28,7 +31,7 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
         OSError: the disk is full, say.
     """
     tree = jax.tree.map(np.asarray, jax.device_get(dict(layers)))  # all leaves are on their way before the first is waited for
-    item = _renamed(tree, _escape)
+    item = _escaped(tree)
     if not jax.tree.leaves(item):
         item[_NO_LAYER] = np.zeros(0)  # Orbax warns of an item without any array, and refuses one without anything
     try:
@@ -43,27 +46,121 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
 def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     """Read some layers of an item; nothing of the others is read, and no other process is waited for.
 
+    The item may be a stranger's. It is read as `write_item` writes it and in no other way: bytes that are the array, no codec, so that
+    what is read is never larger than the files.
+
     Args:
         path: what `write_item` wrote, in a run of any number of processes.
         ids: layers that the item holds.
 
     Returns:
-        `{layer id: nested dicts of NumPy arrays}`.
+        `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
+
+    Raises:
+        ValueError, TypeError, KeyError, OSError: it is not as `write_item` writes items.
     """
-    checkpointer = _checkpointer()
-    found = checkpointer.metadata(path.absolute()).item_metadata.tree
-    wanted = {_escape(layer): found[_escape(layer)] for layer in ids}
-    restored = checkpointer.restore(path.absolute(), args=ocp.args.PyTreeRestore(wanted, partial_restore=True))
-    if not all(isinstance(tree, dict) for tree in restored.values()):
-        raise TypeError("expected a dict for each layer, found an array")
-    return _renamed(restored, unquote)
+    wanted = {_escape(layer) for layer in ids}
+    store = _store(path)
+    specs = {names: spec for names, spec in _specs(path, store).items() if names[0] in wanted}
+    chunks = {names: store.read(_chunk(names, spec)) for names, spec in specs.items() if spec is not None}
+    return _nested({names: None if spec is None else _array(names, spec, chunks[names].result()) for names, spec in specs.items()})
 
 
 def item_specs(path: Path) -> dict[str, Tree]:
-    """Shapes and dtypes of all that `read_item` can read, by layer id; no array is read."""
-    found = _checkpointer().metadata(path.absolute()).item_metadata.tree
-    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
-    return {layer: tree for layer, tree in _renamed(specs, unquote).items() if layer != _NO_LAYER}
+    """Shapes and dtypes of all that `read_item` can read, by layer id; no array is read.
+
+    Raises:
+        ValueError, TypeError, KeyError, OSError: it is not as `write_item` writes items.
+    """
+    return _nested({names: spec for names, spec in _specs(path, _store(path)).items() if names[0] != _NO_LAYER})
+
+
+_Names = tuple[str, ...]
+_DEEPEST = 64  # dicts in dicts; far more would exhaust the stack of those who use the tree
+_MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
+_MOST_ZARRAY = 2**16
+_INLINE = 1024  # bytes of an array that OCDBT may hold in its own compressed nodes; larger ones are there as they are
+
+
+def _store(path: Path) -> Any:
+    return ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.absolute()}/"}}).result()
+
+
+def _specs(path: Path, store: Any) -> dict[_Names, jax.ShapeDtypeStruct | None]:
+    """By the escaped names on the way to it each array's shape and dtype; None: an empty dict."""
+    leaves = {_names(entry): entry["value_metadata"]["value_type"] for entry in _entries(path)}
+    for names, kind in leaves.items():
+        if kind not in ("np.ndarray", "Dict") or (kind == "np.ndarray" and len(names) < 2 and names != (_NO_LAYER,)):
+            raise TypeError(f"expected nested dicts of arrays for each layer, found '{kind}' as '{'/'.join(names)}'")
+    headers = {names: store.read(f"{'.'.join(names)}/.zarray") for names, kind in leaves.items() if kind == "np.ndarray"}
+    specs = {names: _spec(names, headers[names].result()) if names in headers else None for names in leaves}
+    declared = sum(size for spec in specs.values() if spec is not None and (size := _size(spec)) > _INLINE)
+    there = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if declared > there:
+        raise ValueError(f"it declares arrays of {declared:,} bytes, and its files hold {there:,}")
+    return specs
+
+
+def _entries(path: Path) -> Collection[Any]:
+    """What `_METADATA` says of each leaf."""
+    metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
+    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
+        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
+    entries: dict[str, Any] = metadata["tree_metadata"]
+    return entries.values()
+
+
+def _names(entry: Any) -> _Names:
+    names = tuple(part["key"] for part in entry["key_metadata"])
+    if not 1 <= len(names) <= _DEEPEST or not all(isinstance(name, str) and "." not in name for name in names):
+        raise ValueError("expected names of jpipe's, without dots, in at most 64 dicts")
+    return names
+
+
+def _spec(names: _Names, header: Any) -> jax.ShapeDtypeStruct:
+    """What `.zarray` says, if that is what `_zarr` writes."""
+    if len(header.value) > _MOST_ZARRAY:
+        raise ValueError(f"'{'/'.join(names)}' has a header of {len(header.value):,} bytes")
+    said = json.loads(header.value)
+    shape, name = said["shape"], said["dtype"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"'{'/'.join(names)}' has a shape that is none")
+    dtype = np.dtype(name) if name[0] in "<>|" else ts.dtype(name).numpy_dtype
+    if dtype.hasobject or dtype.itemsize > 16:
+        raise TypeError(f"'{'/'.join(names)}' holds no numbers")
+    spec = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    if said != json.loads(json.dumps(_zarr(spec))):
+        raise ValueError(f"'{'/'.join(names)}' is not stored as jpipe stores arrays, in one piece and uncompressed")
+    return spec
+
+
+def _size(spec: jax.ShapeDtypeStruct) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _chunk(names: _Names, spec: Any) -> str:
+    return f"{'.'.join(names)}/{'.'.join('0' * spec.ndim) or '0'}"
+
+
+def _array(names: _Names, spec: jax.ShapeDtypeStruct, chunk: Any) -> np.ndarray:
+    if len(chunk.value) != _size(spec):
+        raise ValueError(f"'{'/'.join(names)}' declares {_size(spec):,} bytes and has {len(chunk.value):,}")
+    return np.frombuffer(chunk.value, spec.dtype).reshape(spec.shape)
+
+
+def _nested(leaves: Mapping[_Names, Any]) -> dict[str, Tree]:
+    """Nested dicts by unescaped names."""
+    tree: Tree = {}
+    for names, leaf in leaves.items():
+        *outer, last = map(unquote, names)
+        inner = tree
+        for name in outer:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise TypeError(f"'{'/'.join(names)}' is inside an array")
+        if inner.setdefault(last, {} if leaf is None else leaf) is not leaf and leaf is not None:
+            raise ValueError(f"'{'/'.join(names)}' is there twice")
+    return tree
 
 
 class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
@@ -82,11 +179,11 @@ class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax 
             staged = ts.KvStore.open(spec, transaction=transaction).result()
             for value, info in zip(values, infos, strict=True):
                 staged.write(f"{info.name}/.zarray", json.dumps(_zarr(value)).encode())
-                staged.write(f"{info.name}/{'.'.join('0' * value.ndim) or '0'}", value.tobytes())
+                staged.write(_chunk((info.name,), value), value.tobytes())
         return []
 
 
-def _zarr(value: np.ndarray) -> dict[str, Any]:
+def _zarr(value: np.ndarray | jax.ShapeDtypeStruct) -> dict[str, Any]:
     return {
         "zarr_format": 2,
         "shape": value.shape,
@@ -116,10 +213,10 @@ def _checkpointer() -> ocp.Checkpointer:
 _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 
 
-def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+def _escaped(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {rename(key): _renamed(value, rename) for key, value in tree.items()}
-    if not isinstance(tree, (np.ndarray, jax.ShapeDtypeStruct)):
+        return {_escape(key): _escaped(value) for key, value in tree.items()}
+    if not isinstance(tree, np.ndarray):
         raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
     return tree
 

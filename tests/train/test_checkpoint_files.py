@@ -347,15 +347,15 @@ def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
         path.write_bytes(b"nonsense")
     forge(run, {})
     verify(run, 20)
-    with pytest.raises(Damaged, match=r"process-0: cannot be read by Orbax"):
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it"):
         read_layers(run, 20)
-    with pytest.raises(Damaged, match=r"process-0: cannot be read by Orbax"):
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it"):
         layer_specs(run, 20)
     shutil.rmtree(place(run, 20) / "process-0")
     with ocp.StandardCheckpointer() as plain:
         plain.save(place(run, 20) / "process-0", {"layer 0": np.ones(2)})  # an array where the parts of a layer belong
     forge(run, {})
-    with pytest.raises(Damaged, match=r"process-0: cannot be read by Orbax \(TypeError\)"):
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it \(TypeError: "):
         read_layers(run, 20)
 
 
