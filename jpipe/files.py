@@ -145,15 +145,15 @@ def read_bytes(path: Path, most: int) -> bytes:
         os.close(number)
 
 
-def read_text(path: Path, most: int, where: str, what: str, hint: str) -> str:
+def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
     """Read a regular file of text in UTF-8 that a user named.
 
     Args:
         path: the file.
         most: bytes, whole MiB; a larger file is refused.
-        where: the key, option or file that the message begins with.
-        what: what cannot be read, in the message: "the config".
-        hint: what to do then.
+        cannot: the message begins with it, such as "plan.file: cannot read 'plan.json'"; then comes what the system says.
+        hint: the message ends with it.
+        other: the message where the file is no text.
 
     Raises:
         InputError: the file cannot be read.
@@ -161,9 +161,9 @@ def read_text(path: Path, most: int, where: str, what: str, hint: str) -> str:
     try:
         return read_bytes(path, most).decode("utf-8")
     except OSError as error:
-        raise InputError(f"{where}: cannot read {what}: {error.strerror}; {hint}") from None
+        raise InputError(f"{cannot}: {error.strerror}; {hint}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{where}: expected text in UTF-8, found other bytes in {what}; {hint}") from None
+        raise InputError(other) from None
 
 
 def to_disk(path: Path) -> None:

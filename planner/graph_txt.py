@@ -19,6 +19,8 @@ from planner.profile import AtSize, LayerProfile, Profile
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _EXAMPLE = f"'nodeN -- DESCRIPTION -- {', '.join(f'{name}=NUMBER' for name in _FIELDS)}'"
 
+_LONGEST = 10_000  # characters of a line; published profiles have a few hundred
+
 
 @dataclass
 class _Node:
@@ -85,6 +87,8 @@ def _read(text: str, where: str) -> dict[str, _Node]:
         place = f"{where}, line {number}"
         if not line.strip():
             continue
+        if len(line) > _LONGEST:
+            raise InputError(f"{place}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
         if line.startswith("\t"):
             if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
                 raise InputError(f"{place}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
@@ -105,7 +109,7 @@ def _read(text: str, where: str) -> dict[str, _Node]:
 
 def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
     parts = line.strip().split(" -- ")
-    name, values = parts[0], dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", parts[-1]))
+    name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
     found = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
     if len(parts) < 3 or found is None or tuple(values) != _FIELDS:
         raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")

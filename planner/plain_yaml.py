@@ -13,7 +13,7 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
     """YAML to plain data; `1e-3` is a number, and a key given twice or a value that can be read in two ways (`010`, `yes`) an error.
 
     Raises:
-        InputError: text that is not YAML, with line and column; it ends in `remedy`.
+        InputError: text that is not YAML, with line and column, or more than 20,000 values; it ends in `remedy`.
     """
     try:
         return _Loader(text).get_single_data()
@@ -30,10 +30,15 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
         raise InputError(f"{where}{at}: this is not YAML as it should be: found character #x{error.character:02x}; {remedy}") from None
 
 
+def dump(data: Any) -> str:
+    """Plain data as YAML that `parse` reads as it was: text that would be a number stays text, and nothing is an alias."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader (plain data only), refusing anchors, aliases (a few make gigabytes), tags, and what may be misunderstood."""
 
-    _depth = 0
+    _depth = _values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -41,8 +46,11 @@ class _Loader(yaml.SafeLoader):
             if getattr(event, name, None) is not None:
                 raise yaml.composer.ComposerError(problem=f"expected a plain value, found {found}", problem_mark=event.start_mark)
         self._depth += 1
+        self._values += 1
         if self._depth > _DEEPEST:
             raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=event.start_mark)
+        if self._values > _MOST_VALUES:
+            raise yaml.composer.ComposerError(problem=f"more than {_MOST_VALUES:,} values", problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(node, yaml.ScalarNode) and _reads_in_two_ways(node):
@@ -61,7 +69,9 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+_OCTAL = re.compile(r"[-+]?0o?[0-9_]+$")
 _DEEPEST = 50  # levels; far more would exhaust Python's stack in those who use the data
+_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has so many
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
@@ -74,7 +84,7 @@ def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
         kind in ("timestamp", "merge", "value")
         or (kind == "bool" and node.value.lower() not in ("true", "false"))
         or (kind in ("int", "float") and ":" in node.value)
-        or (node.style is None and re.fullmatch(r"[-+]?0o?[0-9_]+", node.value) is not None)
+        or (node.style is None and _OCTAL.fullmatch(node.value) is not None)
     )
 
 
@@ -92,6 +102,17 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which knows what `_Loader` takes for a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 # YAML 1.1 reads `1e-3` and `-.5` as text; everyone means the number.
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+for _reader_or_writer in (_Loader, _Dumper):
+    _reader_or_writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` refuses without quotes

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 import jpipe
 from jpipe import InputError
@@ -69,7 +69,21 @@ def _number(text: str, value: str, example: str) -> float:
         raise ValueError(f"expected a number and a unit, such as {example}, found {value!r}") from None
 
 
+def _possible(value: float) -> float:
+    """Refuse what makes times infinite, or zero: no link or device is like that."""
+    if not 1e-3 <= value <= 1e30:
+        raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
+    return value
+
+
+def _share(value: float) -> float:
+    if value < 1e-6:
+        raise ValueError(f"expected a share of at least 1e-06, found {value:g}; is it a typo?")
+    return value
+
+
 Positive = Field(gt=0, allow_inf_nan=False)
+_Possible = AfterValidator(_possible)
 
 
 class _Data(pydantic.BaseModel):
@@ -88,8 +102,8 @@ class Level(_Data):
     """
 
     count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
-    bandwidth: Annotated[float, _in("bytes a second"), Positive]
-    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)] = 0.0
+    bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible]
+    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     name: str = ""
 
 
@@ -105,10 +119,10 @@ class Device(_Data):
     """
 
     name: str = "device"
-    memory: Annotated[float, _in("bytes"), Positive] | None = None
-    flops: dict[str, Annotated[float, _in("FLOP/s"), Positive]] = {}
-    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
-    memory_bandwidth: Annotated[float, _in("bytes a second"), Positive] | None = None
+    memory: Annotated[float, _in("bytes"), Positive, _Possible] | None = None
+    flops: dict[str, Annotated[float, _in("FLOP/s"), Positive, _Possible]] = {}
+    efficiency: Annotated[float, Field(gt=0, le=1), AfterValidator(_share)] = 0.5
+    memory_bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible] | None = None
 
     @pydantic.field_validator("flops")
     @classmethod

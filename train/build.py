@@ -3,16 +3,16 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 
 import jpipe
+from jpipe.files import expanded, read_text
 from planner.local import host_memory, usable_cores
 from train import data, model
-from train.config import AUTO, MOST_MICROBATCHES, Config, PlanConfig
+from train.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig
 from train.optimizer import optimizer
 from train.progress import Reporter
 
@@ -78,12 +78,13 @@ def read_plan(file: str) -> jpipe.Plan:
     Raises:
         jpipe.InputError: it cannot be read, or is no plan.
     """
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise jpipe.InputError(f"plan.file: cannot read '{file}': {error.strerror}; give a plan's JSON file, or null") from None
-    except UnicodeDecodeError:
-        raise jpipe.InputError(f"plan.file: expected a plan as JSON in '{file}', found text that is not UTF-8") from None
+    text = read_text(
+        expanded(file, "plan.file"),
+        MOST_PLAN_BYTES,
+        f"plan.file: cannot read '{file}'",
+        "give a plan's JSON file, or null",
+        f"plan.file: expected a plan as JSON in '{file}', found text that is not UTF-8",
+    )
     return jpipe.Plan.from_json(text, where=file)
 
 

@@ -33,8 +33,10 @@ def _usable_path(path: str) -> str:
 
 
 # The upper limits are far beyond what runs; they keep a slip of the keyboard from counting for hours or out of 32 bits.
-Count = Annotated[int, Field(ge=1, le=10**9)]
+MOST_ROWS = 10**9
+Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 MOST_MICROBATCHES = 1024
+MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 AUTO = "auto"  # in place of a plan's file
 METRICS = ("accuracy",)  # that need no code of the user's own
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
@@ -240,7 +242,7 @@ class OptimizerConfig(_Section):
     lr_arguments: Arguments = {}
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     arguments: Arguments = {}
-    decay: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
     inject_hyperparams: bool = False
 

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
 from jpipe import InputError, explain
-from jpipe.files import expanded
-from planner.plain_yaml import parse
+from jpipe.files import expanded, read_text
+from planner.plain_yaml import dump, parse
 from train.config import Config
+
+MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False) -> Config:
@@ -24,12 +25,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
     Raises:
         InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed.
     """
-    try:
-        text = expanded(str(path), "config").read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the config: {error.strerror}; give a YAML file such as configs/gpt-bytes.yaml") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?") from None
+    text = read_text(
+        expanded(str(path), "config"),
+        MOST_BYTES,
+        f"{path}: cannot read the config",
+        "give a YAML file such as configs/gpt-bytes.yaml",
+        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
+    )
     data = parse(text, str(path))
     if data is None:  # an empty file: all defaults
         data = {}
@@ -68,7 +70,7 @@ def to_yaml(config: Config) -> str:
     data = config.model_dump()
     if config.plan.file is not None:
         data["plan"] = {"file": config.plan.file}
-    return yaml.safe_dump(data, sort_keys=False)
+    return dump(data)
 
 
 def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:

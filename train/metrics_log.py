@@ -118,7 +118,10 @@ class MetricsLog:
         """The validation loss of `step` and the metrics that are numbers, if there was a validation."""
         if step not in self._validation:
             return {}
-        found = means(self._validation[step])
+        try:
+            found = means(self._validation[step])
+        except jpipe.InputError as error:
+            raise self._together.shared(error) from None
         self._finite(step, "validation loss", found["val_loss"])
         for name in [name for name, value in found.items() if not math.isfinite(value)]:
             self._reporter.say(f"step {step}: {name} is {found.pop(name)}; metrics.jsonl does not have it")
@@ -138,11 +141,18 @@ def means(found: Validation) -> dict[str, float]:
         return dict(found)
     of_metrics = {f"val_{name}": [evaluation.metrics[name] for evaluation in found] for name in found[0].metrics}
     parts = {"val_loss": [jpipe.Mean(evaluation.loss, evaluation.weight) for evaluation in found]} | of_metrics
-    return {name: _mean(batches) for name, batches in parts.items()}
+    return {name: _mean(name, batches) for name, batches in parts.items()}
 
 
-def _mean(batches: Sequence[jpipe.Mean]) -> float:
+def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
     weights = [float(batch.weight) for batch in batches]
+    if not sum(weights):
+        if name != "val_loss":
+            return math.nan
+        raise jpipe.InputError(
+            f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so that there is no mean; "
+            "give validation data with rows that count, or change the loss"
+        )
     return sum(float(batch.mean) * weight for batch, weight in zip(batches, weights, strict=True)) / sum(weights)
 
 

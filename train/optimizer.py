@@ -1,7 +1,7 @@
 """The optimizer that a config names: an optax one or the user's own, its learning-rate schedule, and which parameters decay."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,8 +46,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
         raise InputError(
             f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
         )
-    for pattern in config.decay or ():
-        _refuse_idle(pattern, params)
+    _refuse_idle(config.decay or (), params)
     if config.inject_hyperparams:
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
         factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
@@ -121,12 +120,13 @@ def _decays(patterns: list[str] | None) -> Callable[[Tree], Tree]:
     return lambda params: jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _refuse_idle(pattern: str, params: Mapping[str, Tree]) -> None:
-    """A pattern that matches nothing is a slip."""
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
-        raise InputError(f"optimizer.decay: no parameter matches '{pattern}'; the nearest are {', '.join(near)}")
+def _refuse_idle(patterns: Sequence[str], params: Mapping[str, Tree]) -> None:
+    """A pattern that matches nothing is a typo."""
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)] if patterns else []
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
+            raise InputError(f"optimizer.decay: no parameter matches '{pattern}'; the nearest are {', '.join(near)}")
 
 
 def _name(path: Any) -> str:

@@ -19,7 +19,7 @@ from planner.local import local_topology
 from planner.profile import Profile
 from planner.topology import Topology
 from train import config_file
-from train.config import AUTO
+from train.config import AUTO, MOST_ROWS
 from train.planning import LOCAL, Found, Parts, Request, nothing_fits, prepare, profile_of, prove, read_profile, read_topology, search
 from train.progress import Reporter
 from train.terminal import count
@@ -115,6 +115,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
     for option, value in (("--batch", request.batch), ("--workers", request.workers), ("--rows", rows)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
+        if value is not None and value > MOST_ROWS:
+            raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
     for name in request.schedules:

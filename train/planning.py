@@ -1,6 +1,7 @@
 """What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 
 import jpipe
-from jpipe import InputError
+from jpipe import InputError, files
+from jpipe.files import expanded
 from planner import table
 from planner.analyze import analyze
 from planner.candidate import Candidate
@@ -107,7 +109,8 @@ def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
 
     The largest is about twice the share that each worker has of the batch: with larger ones pipelines are mostly empty.
     """
-    divisors = [rows for rows in range(1, batch + 1) if batch % rows == 0]
+    small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
+    divisors = sorted({*small, *(batch // rows for rows in small)})
     kept = [max(rows for rows in divisors if rows == 1 or rows * workers <= 2 * batch)]
     for rows in reversed(divisors):
         if rows <= kept[-1] / 1.5:
@@ -141,7 +144,7 @@ def read_topology(file: str) -> Topology:
     Raises:
         InputError: it cannot be read, or is none.
     """
-    return Topology.from_yaml(read_text(file, "--topology"), where=file)
+    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), where=file)
 
 
 def read_profile(file: str, rows: int) -> Profile:
@@ -150,18 +153,18 @@ def read_profile(file: str, rows: int) -> Profile:
     Raises:
         InputError: it cannot be read, or is none.
     """
-    text = read_text(file, "--profile")
+    text = read_text(file, "--profile", _MOST_PROFILE)
     return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
 
 
-def read_text(file: str, option: str) -> str:
-    """The text of a file that an option names."""
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{option}: cannot read '{file}': {error.strerror}; name a file that is there") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{option}: expected text in UTF-8 in '{file}', found other bytes") from None
+def read_text(file: str, option: str, most: int) -> str:
+    """The text of a file, of at most so many bytes, that an option names."""
+    other = f"{option}: expected text in UTF-8 in '{file}', found other bytes"
+    return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
+
+
+_MOST_TOPOLOGY = 2**20
+_MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool, reporter: Reporter) -> Found:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import jax
 import pydantic
-import yaml
 
 import jpipe
 from jpipe import InputError
 from jpipe.files import shown
+from planner.plain_yaml import parse
 from train import config_file
 from train.config import Config
 from train.numeric_settings import numeric_settings
@@ -52,6 +52,12 @@ class Facts(pydantic.BaseModel):
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
 
+    @pydantic.field_validator("config")
+    @classmethod
+    def _plain(cls, text: str) -> str:
+        _config_in(text)
+        return text
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -88,8 +94,8 @@ class Resumed:
 
     def changes(self, config: Config) -> list[str]:
         """The keys whose values are other ones now; the plan as a whole, for a file of it says all its keys."""
-        before, now = (yaml.safe_load(text) for text in (self.facts.config, config_file.to_yaml(config)))
-        plans = before.pop("plan"), now.pop("plan")
+        before, now = (_config_in(text) for text in (self.facts.config, config_file.to_yaml(config)))
+        plans = before.pop("plan", None), now.pop("plan")
         flat, there = _flat(now), _flat(before)
         changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
         return (["plan"] if plans[0] != plans[1] else []) + changed
@@ -108,7 +114,8 @@ class Resumed:
         from train import checkpoint_files
 
         lines = checkpoint_files.read_metrics(self.folder, self.step).decode("utf-8", errors="ignore").splitlines()
-        return "".join(f"{line}\n" for line in lines if _step(line) < self.step)
+        where = f"{self.folder}: the rows of the checkpoint of step {self.step}"
+        return "".join(f"{line}\n" for n, line in enumerate(lines, start=1) if _step(line, f"{where}, line {n}") < self.step)
 
     def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
         """The layers of this process's workers, read and held against their hashes.
@@ -183,12 +190,43 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
     return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 
-def _step(line: str) -> float:
-    """Of which step a row is; infinite if it is none: it was being written."""
+def _config_in(text: str) -> dict[Any, Any]:
+    """The config that a checkpoint says, which may be of another version of jpipe, with other keys.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+        if len(text) > config_file.MOST_BYTES:
+            raise ValueError(f"expected at most {config_file.MOST_BYTES:,} characters, found {len(text):,}")
+        data = parse(text, "the config of the checkpoint", "take another checkpoint")
+    except jpipe.InputError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a mapping of keys such as 'train:', found {type(data).__name__}; take another checkpoint")
+    return data
+
+
+def _step(line: str, where: str) -> float:
+    """Of which step a row is; infinite if it is none: it was being written.
+
+    Raises:
+        InputError: jpipe does not write such rows.
+    """
+    if len(line) > _LONGEST_ROW:
+        raise InputError(f"{where}: expected numbers by their names, found {len(line):,} characters; take another checkpoint")
+    try:
+        row = json.loads(line)
+    except ValueError:
         return math.inf
+    except RecursionError:
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not all(type(value) in (int, float) for value in row.values()):
+        raise InputError(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
+    return float(row["step"])
+
+
+_LONGEST_ROW = 2**16  # characters; a thousand metrics
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import BinaryIO
 
 from jpipe import InputError, Plan, Predicted
-from jpipe.files import TEMPORARY, open_to_append, resolved, shown, write_atomically
+from jpipe.files import TEMPORARY, open_to_append, read_bytes, resolved, shown, write_atomically
 from train import interrupt
 from train.config import Config
-from train.config_file import to_yaml
+from train.config_file import MOST_BYTES, to_yaml
 from train.launch import JOB
 
 _RUNS = Path("runs")
@@ -163,7 +163,7 @@ class RunFolder:
     def _ended_early(self, config: Config) -> bool:
         """Whether the folder holds a run of this config that was to write checkpoints and has not come to the first."""
         try:
-            same = (self.path / "config.yaml").read_bytes() == self._texts["config.yaml"].encode()
+            same = read_bytes(self.path / "config.yaml", MOST_BYTES) == self._texts["config.yaml"].encode()
         except OSError:
             return False
         return same and config.checkpoint.every is not None and not self._has_checkpoints()
@@ -217,7 +217,7 @@ def _given(path: Path, undo: contextlib.ExitStack) -> Path:
 def is_of_this_job(path: Path) -> bool:
     """Whether an earlier attempt of this job has taken this folder."""
     try:
-        return (path / _JOB).read_bytes() == os.environ.get(JOB, "").encode() != b""
+        return read_bytes(path / _JOB, 2**20) == os.environ.get(JOB, "").encode() != b""
     except OSError:
         return False
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.filesize import decimal
 
 import jpipe
+from jpipe import files
 from jpipe.files import expanded, write_atomically
 from train import config_file, data
 from train.build import build
-from train.config import Config
+from train.config import MOST_PLAN_BYTES, Config
 from train.progress import Reporter
 from train.terminal import count
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 MOST_FORWARDS = 500_000  # about half a minute
+MOST_TICKS = 50_000_000  # about a gigabyte
 
 
 def main(
@@ -93,12 +95,8 @@ def looks_like_a_plan(path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     """The file's text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise jpipe.InputError(f"{path}: cannot read it: {error.strerror}; give a plan's JSON file or a config's YAML file") from None
-    except UnicodeDecodeError:
-        raise jpipe.InputError(f"{path}: expected text in UTF-8, found other bytes; is this a plan or a config?") from None
+    other = f"{path}: expected text in UTF-8, found other bytes; is this a plan or a config?"
+    return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
 
 
 def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...]]:
@@ -115,6 +113,13 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
         raise jpipe.InputError(
             f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
             f"{batches} batches; use fewer of one"
+        )
+    at_once = plan.depth * plan.microbatches if plan.schedule == "naive" else plan.depth + plan.microbatches
+    ticks = 4 * batches * at_once * len(plan.workers)  # more than there will be
+    if ticks > MOST_TICKS:
+        raise jpipe.InputError(
+            f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all workers, found up to {ticks:,}, for {len(plan.workers)} "
+            f"workers, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; use fewer of one"
         )
 
 

@@ -143,6 +143,8 @@ def _of_file(path: Path) -> Source:
 
     @contextlib.contextmanager
     def opened() -> Iterator[Any]:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{where}: expected a safetensors file or the folder of a run, found no regular file; give another one")
         try:
             with safe_open(path, "np") as file:
                 yield file
