@@ -233,9 +233,10 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     """
     place = _place(folder, step)
     found: dict[str, Tree] = {}
-    for name in read_items(place, read_marker(place, step)):
+    for name, item in read_items(place, read_marker(place, step)).items():
         with _told_as_damaged(place / name):
-            found |= item_specs(place / name)
+            specs = item_specs(place / name)
+            found |= {layer: specs[layer] for layer in item.layers}
     return found
 
 
@@ -266,7 +267,9 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
     for name in dict.fromkeys(owner[layer] for layer in wanted):
         verify_item(place / name, items[name])
         with _told_as_damaged(place / name):
-            found |= read_item(place / name, [layer for layer in wanted if owner[layer] == name])
+            own = [layer for layer in wanted if owner[layer] == name]
+            read = read_item(place / name, own)
+            found |= {layer: read[layer] for layer in own}
     return {layer: found[layer] for layer in wanted}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import pydantic
 
 import jpipe
@@ -125,6 +126,24 @@ class Resumed:
         """
         from train import checkpoint_files
 
+        return checkpoint_files.read_layers(self.folder, self.step, self._own_names(pipe))
+
+    def stand_ins(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
+        """What has the shapes and types of `layers` and needs no memory, to be checked before they are read.
+
+        Raises:
+            InputError: as `layers`, but for the contents of files.
+        """
+        from train import checkpoint_files
+
+        specs = checkpoint_files.layer_specs(self.folder, self.step)
+        own = {name: specs[name] for name in self._own_names(pipe)}
+        return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), own)
+
+    def _own_names(self, pipe: jpipe.Pipeline) -> list[str]:
+        """The names in the checkpoint of the layers of this process's workers."""
+        from train import checkpoint_files
+
         ids = own_layers(pipe)
         there = checkpoint_files.layers_in(self.folder, self.step)
         if missing := [layer_id for layer_id in pipe.stack.ids if layer_id not in there]:
@@ -133,8 +152,7 @@ class Resumed:
             raise InputError(
                 f"{self.folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {self.step}; is it another model?"
             )
-        own_names = [name for name in there if jpipe.layer_of(name, pipe.stack.ids) in ids]
-        return checkpoint_files.read_layers(self.folder, self.step, own_names)
+        return [name for name in there if jpipe.layer_of(name, pipe.stack.ids) in ids]
 
 
 def own_layers(pipe: jpipe.Pipeline) -> list[str]:
@@ -221,9 +239,13 @@ def _step(line: str, where: str) -> float:
         return math.inf
     except RecursionError:
         row = None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not all(type(value) in (int, float) for value in row.values()):
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_number, row.values())):
         raise InputError(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
     return float(row["step"])
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63)
 
 
 _LONGEST_ROW = 2**16  # characters; a thousand metrics

@@ -113,7 +113,7 @@ def begin(
     key = jax.random.key(config.seed)
     if resumed is None:
         return pipe.init(key, batches.train[0], given)
-    layers = together.alike(lambda: resumed.layers(pipe))
     fresh = config.resume.optimizer == "reset"
-    together.alike(lambda: pipe.check_layers(batches.train[0], layers, resumed.step, fresh_optimizer=fresh))
+    together.alike(lambda: pipe.check_layers(batches.train[0], resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
+    layers = together.alike(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them
     return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)

@@ -1,0 +1,239 @@
+"""Checkpoints of strangers, whose hashes all fit: what they say is held against what is there before it costs memory or time."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+import yaml
+from rich.console import Console
+
+import jpipe
+from jpipe._plain import to_plain
+from tests.train.conftest import changed
+from train import checkpoint_files, export
+from train.build import build, param_specs
+from train.checkpoint_files import complete, layer_specs, newest_good, read_layers, verify, write_layers
+from train.checkpoint_records import Damaged, describe, marker_text
+from train.config import Config
+from train.progress import Reporter
+from train.resume import Facts, Resumed, find
+from train.starting import begin
+from train.together import Together
+
+LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
+FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    write_layers(folder, 20, LAYERS, 0)
+    complete(folder, 20, 1, FACTS, b'{"step": 0, "loss": 1.5}\n')
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture
+def place(run) -> Path:
+    return run / "checkpoints" / "00000020"
+
+
+def seal(place: Path, facts: object = FACTS, layers: tuple = ("layer",)) -> None:
+    """Give what is in the folder the hashes that fit."""
+    item = place / "process-0"
+    files = {path.relative_to(item).as_posix(): describe(path).model_dump() for path in item.rglob("*") if path.is_file()}
+    (place / "process-0.json").write_text(json.dumps({"layers": layers, "files": files}))
+    digests = [hashlib.sha256((place / name).read_bytes()).hexdigest() for name in ("process-0.json", "metrics.jsonl")]
+    (place / "checkpoint.json").write_text(marker_text(20, {"process-0.json": digests[0]}, digests[1], facts))
+
+
+def rewrite(place: Path, **values: bytes) -> None:
+    """Put other values into the store of the item."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{place / 'process-0'}/"}}).result()
+    for key, value in values.items():
+        store.write(key, value).result()
+
+
+def header(**changes: object) -> bytes:
+    """`.zarray` of the array "w" as jpipe writes it, but for these."""
+    data: dict = {"zarr_format": 2, "shape": [2, 3], "chunks": [2, 3], "dtype": "<f8", "order": "C", "fill_value": None, "filters": None}
+    return json.dumps(data | {"compressor": None, "dimension_separator": "."} | changes).encode()
+
+
+W = "layer.params.0.w/"
+HEADERS = {
+    "terabytes": (header(shape=[10**6, 10**7], chunks=[10**6, 10**7]), r"ValueError: it declares arrays of 80,000,000,012,800 bytes, and"),
+    "overflow": (header(shape=[2**40] * 20, chunks=[2**40] * 20), "ValueError: it declares arrays of"),
+    "bomb": (header(compressor={"id": "zlib", "level": 9}), "ValueError: 'layer/params/0/w' is not stored as jpipe stores arrays"),
+    "filter": (header(filters=[{"id": "gzip"}]), "is not stored as jpipe stores arrays, in one piece and uncompressed"),
+    "chunks": (header(chunks=[1, 1]), "is not stored as jpipe stores arrays"),
+    "fill": (header(shape=[3, 3], chunks=[3, 3]), r"'layer/params/0/w' declares 72 bytes and has 48"),
+    "negative": (header(shape=[-1, 3]), "has a shape that is none"),
+    "text": (header(shape="23"), "has a shape that is none"),
+    "objects": (header(dtype="|O"), "TypeError: 'layer/params/0/w' holds no numbers"),
+    "long text": (header(dtype="<U1000000000"), "TypeError: "),
+    "structure": (header(dtype=[["a", "<f8"]]), "TypeError"),
+    "deep": (b"[" * 60_000, "RecursionError"),
+    "long": (b" " * 100_000 + header(), "has a header of 100,"),
+    "none": (b"", "JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_arrays_that_are_not_what_the_files_hold_are_refused_before_they_are_read(run, place, kind):
+    content, told = HEADERS[kind]
+    rewrite(place, **{f"{W}.zarray": content})
+    seal(place)
+    with pytest.raises(Damaged, match=rf"process-0: is no Orbax item as jpipe writes it .*{told}"):
+        read_layers(run, 20)
+
+
+def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
+    rewrite(place, **{f"{W}0.0": b"\0" * 3_000_000})
+    seal(place)
+    with pytest.raises(Damaged, match=r"'layer/params/0/w' declares 48 bytes and has 3,000,000"):
+        read_layers(run, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data | {"use_zarr3": True}, "expected Zarr arrays, version 2, in an OCDBT store"),
+        (lambda data: data | {"use_ocdbt": False}, "expected Zarr arrays, version 2, in an OCDBT store"),
+        (lambda data: [], "TypeError"),
+        (lambda data: data | {"tree_metadata": {"x": 1}}, "TypeError"),
+        (lambda data: data | {"tree_metadata": {}}, "KeyError: 'layer'"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer"] * 65)}}, "in at most 64 dicts"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "a.b"])}}, "expected names of jpipe's, without dots"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "w"], "jax.Array")}}, "TypeError: expected nested dicts of arrays"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer"], "Dict"), "y": entry(["layer", "x"], "Dict")}}, None),
+    ],
+)
+def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, told):
+    file = place / "process-0" / "_METADATA"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    seal(place)
+    if told is None:
+        assert read_layers(run, 20) == {"layer": {"x": {}}}
+        return
+    for read in (read_layers, layer_specs):
+        with pytest.raises(Damaged, match=rf"process-0: is no Orbax item as jpipe writes it \(.*{told}"):
+            read(run, 20)
+
+
+def entry(names: list[str], kind: str = "np.ndarray") -> dict:
+    return {"key_metadata": [{"key": name, "key_type": 2} for name in names], "value_metadata": {"value_type": kind}}
+
+
+def test_metadata_nested_without_end_is_refused(run, place):
+    (place / "process-0" / "_METADATA").write_text("[" * 100_000)
+    seal(place)
+    with pytest.raises(Damaged, match="RecursionError"):
+        read_layers(run, 20)
+
+
+def test_what_is_no_file_keeps_nobody_waiting(run, place):
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(place / "process-0" / "d" / "more")
+        with pytest.raises(Damaged, match=r"process-0/d/more: is no regular file, was not written by jpipe"):
+            verify(run, 20)
+        (place / "process-0" / "d" / "more").unlink()
+    (place / "process-0.json").unlink()
+    os.mkfifo(place / "process-0.json")
+    with pytest.raises(Damaged, match=r"process-0\.json: is missing"):
+        verify(run, 20)
+
+
+@pytest.mark.parametrize(("name", "size"), [("checkpoint.json", 2**23), ("process-0.json", 2**23), ("metrics.jsonl", 2**30)])
+def test_records_without_end_are_not_read(run, place, name, size):
+    os.truncate(place / name, size + 1)  # no blocks on the disk
+    told: list[str] = []
+    assert newest_good(run, told.append) is None
+    assert told[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
+
+
+ROWS = {
+    "deep": "[" * 100_000,
+    "deep, short": "[" * 50_000,
+    "list": "[1]",
+    "text": '{"step": 0, "loss": "<script>"}',
+    "nested": '{"step": 0, "loss": {"a": 1}}',
+    "no step": '{"loss": 1.0}',
+    "endless": '{"step": 0, "loss": 1e999}',
+    "huge": '{"step": 0, "loss": 1' + "0" * 400 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_that_are_no_numbers_are_refused(run, place, kind):
+    (place / "metrics.jsonl").write_text(f'{{"step": 0, "loss": 1.5}}\n{ROWS[kind]}\n')
+    seal(place)
+    with pytest.raises(jpipe.InputError, match=r"step 20, line 2: expected numbers by their names, found .*; take another checkpoint$"):
+        Resumed(run, 20, Facts(**FACTS), (20,)).rows()
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 8)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+CONFIGS = {
+    "empty": ("", "expected a mapping of keys such as 'train:', found NoneType"),
+    "list": ("[1, 2]", "expected a mapping of keys such as 'train:', found list"),
+    "tagged": ("!!python/object/apply:os.system [id]", r"found a tag \(!\)"),
+    "recursive": ("&a {a: *a}", "found an anchor or alias"),
+    "laughs": (BOMB, "found an anchor or alias"),
+    "deep": ("{a: " * 1000, "nested too deeply"),
+    "dicts": ("a: [" + "{}," * 100_000 + "]", "more than 20,000 values"),
+    "long": ("a" * 2_000_000, "expected at most 1,048,576 characters, found 2,000,000"),
+    "no text": (3, "expected a valid string, found 3"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, place, kind):
+    config, told = CONFIGS[kind]
+    seal(place, FACTS | {"config": config})
+    with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{told}"):
+        find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
+
+
+def test_a_checkpoint_without_a_plan_in_its_config_is_compared_all_the_same(run):
+    resumed = Resumed(run, 20, Facts(**FACTS | {"config": "train: {steps: 3}\nseed: [[]]\n"}), (20,))
+    assert resumed.changes(Config()) == ["plan", "seed", "train.steps"]
+
+
+def test_shapes_are_held_against_the_model_before_anything_is_read(tiny, monkeypatch, tmp_path):
+    config = changed(tiny)
+    pipe, batches = build(config, Reporter(1, 1, "tokens", Console(quiet=True)))
+    specs = {layer_id: to_plain(specs) for layer_id, specs in param_specs(pipe.stack, pipe.plan, batches.train[0]).items()}
+    arrays = jax.tree.map(lambda spec: np.zeros((*spec.shape, 2), spec.dtype), specs)
+    write_layers(tmp_path, 20, {layer_id: {"params": {"0": tree}} if tree else {} for layer_id, tree in arrays.items()}, 0)
+    complete(tmp_path, 20, 1, FACTS)
+    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: pytest.fail("the arrays are read"))
+    with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
+        begin(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
+
+
+def test_a_refused_export_is_one_message_and_nothing_else(run, place, capfd):
+    rewrite(place, **{f"{W}.zarray": HEADERS["terabytes"][0]})
+    seal(place)
+    with pytest.raises(Damaged, match="it declares arrays of 80,000,000,012,800 bytes"):
+        export.main(str(run), str(run / "new.safetensors"), None, print)
+    assert capfd.readouterr() == ("", "")
+    assert not (run / "new.safetensors").exists()
+
+
+def test_what_the_writer_writes_the_reader_takes(run):
+    found = read_layers(run, 20)["layer"]["params"]["0"]
+    assert jnp.array_equal(found["w"], LAYERS["layer"]["params"]["0"]["w"])
+    assert yaml.safe_load(Facts(**FACTS).config) == {"train": {}, "plan": {}}
