@@ -2,13 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 import yaml
 
 import jpipe
+from jpipe import files
 from train import cli
 
 OWN = """
@@ -45,16 +45,16 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
     jax.devices()  # as many as the tests have, before a command asks for more
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    real = Path.read_text
+    real = files.read_bytes
     for method in ("init", "step", "drain", "evaluate"):
         monkeypatch.setattr(jpipe.Pipeline, method, lambda *_: pytest.fail("device work began"))
 
-    def read_text(path, *arguments, **options):
+    def read_bytes(path, most):
         if "locked" in path.name:  # a superuser may read everything, so that no mode of a file would do
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *arguments, **options)
+        return real(path, most)
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(files, "read_bytes", read_bytes)
     texts = {
         "tiny.yaml": yaml.safe_dump(tiny),
         "locked.yaml": "",
