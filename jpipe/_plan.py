@@ -149,8 +149,8 @@ class Plan(pydantic.BaseModel):
             if found != expected:
                 raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.depth:
-            found = len(self.predicted.peak_bytes)
-            raise ValueError(f"predicted.peak_bytes: expected one number for each of {self.depth} stages, found {found}; plan again")
+            peaks = len(self.predicted.peak_bytes)
+            raise ValueError(f"predicted.peak_bytes: expected one number for each of {self.depth} stages, found {peaks}; plan again")
         for option, default in (("vertical_sync", False), ("noam", False), ("update_every", "batch")):
             if self.schedule != "pipedream" and getattr(self, option) != default:
                 raise ValueError(f"{option} is an option of the schedule 'pipedream', found schedule '{self.schedule}'; remove it")

@@ -432,3 +432,12 @@ def test_programs_that_cannot_be_are_refused(numbers, message):
 def test_costs_are_fitted_worker_by_worker():
     with pytest.raises(InputError, match="fit_costs: expected one cost for each of the timeline's 2 workers, found 1"):
         fit_costs([StageCost()], ((), ()))
+
+
+@pytest.mark.parametrize("peaks", [[], [1], [1, 2, 3]], ids=len)
+def test_a_prediction_is_of_every_stage(peaks):
+    predicted = {"batch_seconds": 1.0, "bubble": 0.1, "peak_bytes": peaks}
+    told = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
+    with pytest.raises(jpipe.InputError, match=told):
+        jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted)
+    assert jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted | {"peak_bytes": [1, 2]}).predicted is not None
