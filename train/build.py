@@ -11,7 +11,7 @@ import optax
 import jpipe
 from jpipe.files import expanded, read_text
 from planner.local import host_memory, usable_cores
-from train import data, model
+from train import data, labels, model
 from train.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig
 from train.optimizer import optimizer
 from train.progress import Reporter
@@ -40,25 +40,35 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
     return pipe, batches
 
 
-def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> None:
-    """Refuse what cannot run here: missing devices, too little memory, a loss or an optimizer that does not fit.
+def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
+    """Refuse what cannot run here: missing devices, too little memory, a loss or an optimizer that does not fit, labels out of range.
+
+    Returns:
+        The data, which refuses labels that are out of range in later batches too.
 
     Raises:
         jpipe.InputError: any of these.
     """
     batch = batches.train[0]
     with named_as_in_the_config(config.plan.file):
-        check_memory(param_specs(pipe.stack, pipe.plan, batch), pipe.optimizer, pipe.plan, devices_that_start(pipe))
+        layers = layer_specs(pipe.stack, pipe.plan, batch)
+        check_memory({layer_id: layer.params for layer_id, layer in layers.items()}, pipe.optimizer, pipe.plan, devices_that_start(pipe))
         pipe.check(batch, model.metrics(config.eval))
+    return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
 
 
-def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters, by layer id."""
+def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.LayerSpec]:
+    """Shapes and dtypes around each layer, by its id."""
 
     def microbatch_spec(rows: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(rows) // plan.microbatches, *rows.shape[1:]), jax.dtypes.canonicalize_dtype(rows.dtype))
 
-    return {layer_id: layer.params for layer_id, layer in stack.specs(jax.tree.map(microbatch_spec, batch[0])).items()}
+    return stack.specs(jax.tree.map(microbatch_spec, batch[0]))
+
+
+def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters, by layer id."""
+    return {layer_id: layer.params for layer_id, layer in layer_specs(stack, plan, batch).items()}
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -19,7 +20,7 @@ from jaxtyping import Int32, UInt8
 from jpipe import InputError
 from train import own_data
 from train.config import Config
-from train.rows import BatchesOfRows
+from train.rows import Batch, BatchesOfRows
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class Text:
         return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
 
 
+@runtime_checkable
+class Batches(Protocol):
+    """Batches by index, and how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
 @dataclass(frozen=True)
 class Data:
     """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels).
@@ -48,8 +58,8 @@ class Data:
         digest: what it gives is the same in two processes only if their data is, as far as that can be told without making all of it.
     """
 
-    train: BatchesOfRows | own_data.OwnBatches
-    validation: BatchesOfRows | own_data.OwnBatches
+    train: Batches
+    validation: Batches
     source: str
     digest: Callable[[], str]
 

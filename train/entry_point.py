@@ -105,9 +105,9 @@ def told(what: str) -> Iterator[None]:
     """Whatever the user's code raises inside becomes one line: `what`, the exception, its first line, the user's file and line."""
     try:
         yield
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a SystemExit, or an exception of the user's that is no Exception
         interrupt.check()  # a Ctrl-C may come out as any error
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         place = _place(error)

@@ -88,8 +88,7 @@ def main(
 def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
     """The pipeline and its data, all that can be refused before a device works refused."""
     pipe, batches = build(config, reporter, plan)
-    check(config, pipe, batches)
-    return pipe, batches
+    return pipe, check(config, pipe, batches)
 
 
 def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:

@@ -119,6 +119,47 @@ def odd_data(seed, batch_size, kind):
     }[kind]
 
 
+def classes(count=3):
+    return jpipe.LayerStack({"scale": lambda x: 2.0 * x, "last": lambda rngs: nnx.Linear(2, count, rngs=rngs)})
+
+
+class Labelled(Batches):
+    def __init__(self, *sizes, wrong=None, label=7):
+        super().__init__(*sizes)
+        self.wrong, self.label = wrong, label
+
+    def __getitem__(self, t):
+        labels = np.zeros(self.batch_size, np.int32)
+        labels[-1] = self.label if t == self.wrong else 2
+        return super().__getitem__(t)[0], labels
+
+
+def labelled(seed, batch_size, train=None, validation=None, label=7):
+    return Labelled(1, batch_size, wrong=train, label=label), Labelled(0, batch_size, wrong=validation, label=label)
+
+
+def tokens(seed, batch_size):
+    x = np.full((batch_size, 8), 256, np.int32)
+    return [(x, x % 256)] * 40, [(x, x % 256)]
+
+
+class Negative(Batches):
+    def __len__(self):
+        return -1
+
+
+def negative(seed, batch_size):
+    return Batches(seed, batch_size), Negative(0, batch_size)
+
+
+class Halt(BaseException):
+    pass
+
+
+def halts():
+    raise Halt("enough")
+
+
 limit = 3
 '''
 
@@ -256,13 +297,14 @@ def test_what_cannot_be_loaded_is_told(target, message):
         ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); mend it there"),
         ("fails_inside", {}, "(LINE); mend it there"),
         ("leaves", {}, "model.target: 'own_parts:leaves' fails: SystemExit: 5 (LINE); mend it there"),
+        ("halts", {}, "model.target: 'own_parts:halts' fails: Halt: enough (LINE); mend it there"),
         ("repeats", {}, "LayerStack: expected at least one layer, found none"),
     ],
 )
 def test_a_mistake_in_a_model_is_told(name, arguments, message):
     with pytest.raises(jpipe.InputError) as caught:
         model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments))
-    line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit"}.get(name)
+    line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
     assert (message.replace("LINE", line_of(line)) if line else message) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -306,6 +348,39 @@ def test_data_that_runs_out_is_told_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); mend it there\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"train": 0}, "7 in train[0]"),
+        ({"train": 0, "label": -1}, "-1 in train[0]"),
+        ({"train": 2, "label": 3}, "3 in train[2]"),
+        ({"validation": 0}, "7 in validation[0]"),
+        ({"validation": 1}, "7 in validation[1]"),
+    ],
+)
+def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, found):
+    data = {"target": "own_parts:labelled", "arguments": arguments}
+    code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:classes"}, loss={}, data=data)
+    assert (code, err) == (
+        2,
+        f"jpipe: data: expected every label to be from 0 to 2 (the model has 3 outputs for each), found {found}; "
+        "correct the labels, or the model\n",
+    )
+    assert Path("run").exists() == (found[-2] != "0")  # where the first batches are wrong, nothing is begun
+
+
+def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
+    small = {"depth": 1, "width": 8, "heads": 1, "seq_len": 8}
+    code, _, err = run(capsys, "--allow-code", model=small, loss={}, data={"target": "own_parts:tokens"})
+    message = "data: expected every input to be from 0 to 255 (the built-in model reads bytes), found 256 in train[0]; "
+    assert (code, err) == (2, f"jpipe: {message}correct the inputs, or the model\n")
+
+
+def test_a_length_that_is_none_is_told(capsys):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:negative"})
+    assert (code, err) == (2, "jpipe: data.target: len(validation) fails: ValueError: __len__() should return >= 0; mend it\n")
 
 
 def test_no_line_of_ours_is_named_as_the_users(capsys):
