@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
+.PHONY: help train test test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -29,11 +29,14 @@ test-newest: ## Run the tests marked `newest` on the newest Python and JAX, wher
 test-all: test ## Run all tests, on .venv and on the newest Python and JAX
 	@$(call on_newest,)
 
-check: .venv/ready ## Format, lint, types, and the wheel built and imported outside the tree
+check: .venv/ready ## Format, lint, types, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
 	@$(VENV)/mypy
 	@.ci/check-wheel
+
+wheel: .venv/ready ## Build the wheel into dist/
+	@$(VENV)/python -m build --wheel --no-isolation .
 
 format: .venv/ready ## Format the code and mend what the linter can
 	@$(VENV)/ruff check --fix-only .

@@ -1,9 +1,10 @@
-"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate` and `export`."""
+"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export` and `configs`."""
 
 import json
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -214,6 +215,36 @@ def export(
         exporting.main(folder, out, step, lambda line: print(printable(line)))
     except InputError as error:
         return _fail(str(error), 2)
+    return 0
+
+
+@app.command
+def configs(
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[copy [NAME …]]", help_behavior_hint="")] = (),
+    to: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ".",
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """List the configs and examples that come with jpipe, or copy them to where you are.
+
+    Args:
+        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
+        to: The folder that gets the folders configs and examples.
+        overwrite: Replace files that are there and differ.
+    """
+    from jpipe import InputError
+    from train import shipped_configs
+
+    try:
+        if not words and (to != "." or overwrite):
+            raise InputError("configs: --to and --overwrite are for copy; did you mean jpipe configs copy?")
+        if not words:
+            shipped_configs.list_all(print)
+        elif words[0] == "copy":
+            shipped_configs.copy(words[1:], Path(to).expanduser(), overwrite, lambda line: print(printable(line)))
+        else:
+            raise InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
+    except InputError as error:
+        return _fail(printable(str(error)), 2)
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,11 @@ from typing import Any
 
 import jpipe
 from jpipe import InputError, nearest
+from jpipe_command import OUR_PACKAGES
 from train import interrupt
 from train.arguments import check_names
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_OUR_PACKAGES = ("jpipe", "planner", "train")
 _NOT_THE_USERS = (
     "<",  # of no file
     *(str(Path(module).parent) + os.sep for module in (__file__, jpipe.__file__)),
@@ -49,7 +50,7 @@ def load(target: str, key: str) -> Callable[..., Any]:
     """
     module_name, _, name = target.partition(":")
     package = module_name.split(".")[0]
-    if package in _OUR_PACKAGES:  # a train.py of the user's would never be found
+    if package in OUR_PACKAGES:  # a train.py of the user's would never be found
         raise InputError(
             f"{key}: expected a function of your own, found '{target}', and '{package}' is a package of jpipe's; rename your module"
         )
@@ -111,7 +112,8 @@ def told(what: str) -> Iterator[None]:
         interrupt.check()  # a Ctrl-C may come out as any error
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         place = _place(error)
-        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place}); mend it there' if place else '; mend it'}") from None
+        fix = _clash(error) or ("mend it there" if place else "mend it")
+        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place})' if place else ''}; {fix}") from None
 
 
 def _place(error: BaseException) -> str | None:
@@ -121,6 +123,18 @@ def _place(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     return own[-1] if own else None
+
+
+def _clash(error: BaseException) -> str | None:
+    """What to do where the user's code wants a module of its own, such as train.py, and gets jpipe's package of that name."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, types.ModuleType):
+        name = error.obj.__name__
+    else:
+        name = (isinstance(error, ImportError) and error.name) or ""
+    package = name.partition(".")[0]
+    if package in OUR_PACKAGES and any(os.path.exists(f"{package}{end}") for end in (".py", "/__init__.py")):
+        return f"'{package}' is a package of jpipe's, so rename your own"
+    return None
 
 
 def _is_function(value: Any) -> bool:

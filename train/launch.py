@@ -21,7 +21,7 @@ PAUSE = 1.0  # seconds before a failed job is started again
 SECRET = "JPIPE_SECRET"  # the variable by which the processes recognize each other; jpipe.handshake, which imports more, has it too
 JOB = "JPIPE_JOB"  # the variable that is the same for all attempts of one job, and different for all jobs
 _LONGEST_PAUSE = 60.0  # a job that fails at once each time then takes no more of the machine than one that works
-_JPIPE = (sys.executable, "-P", "-m", "train.cli")  # -P: no train.py of the current folder's
+_JPIPE = (sys.executable, "-P", "-m", "jpipe_command")  # -P: nothing of the current folder's in place of a library
 _TICK = 0.05  # seconds between two looks at the signals
 _GIVEN = ("--coordinator", "--num-processes", "--process-id")
 

@@ -1,0 +1,86 @@
+"""What comes with an installed jpipe: its command, which no file of the user's stands in for, and its configs and examples."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jpipe import InputError
+from train import entry_point, shipped_configs
+from train.cli import main
+
+ROOT = Path(__file__).parents[2]
+SAME_NAMES = ("jpipe", "planner", "train")
+
+
+def test_files_of_the_users_stand_in_for_nothing_of_jpipes(tmp_path):
+    """An empty entry of PYTHONPATH is the current folder, before all others; the processes of `launch` have it too."""
+    for name in SAME_NAMES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} in place of ours')\n")
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["jpipe"]
+    module, _, function = script.partition(":")
+    command = [sys.executable, "-P", "-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+    environment = os.environ | {"PYTHONPATH": f"{os.pathsep}{ROOT}"}
+    command += ["launch", "-n", "1", "--", "train", "missing.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
+    assert done.stderr.splitlines()[0] == refusal
+
+
+@pytest.mark.parametrize("statement", ["from train import my_layers", "import train; train.my_layers", "import planner.my_layers"])
+def test_a_module_that_imports_one_of_our_names_is_told_why(statement, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in SAME_NAMES:
+        (tmp_path / f"{name}.py").write_text("def my_layers(): ...\n")
+    (tmp_path / "clashing_model.py").write_text(f"{statement}\n")
+    with pytest.raises(InputError) as refused:
+        entry_point.load("clashing_model:layers", "model.target")
+    name = statement.split()[1].split(".")[0].rstrip(";")
+    assert str(refused.value).endswith(f"clashing_model.py:1); '{name}' is a package of jpipe's, so rename your own")
+
+
+def test_configs_are_listed_with_what_they_are(capsys):
+    assert main(["configs"]) == 0
+    *listed, hint = capsys.readouterr().out.splitlines()
+    configs = {path.relative_to(ROOT).as_posix() for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")}
+    assert {line.split()[0] for line in listed} == configs
+    assert all(len(line.split()) > 5 for line in listed)
+    assert "jpipe configs copy" in hint
+
+
+def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs", "copy", "mlp"]) == 0
+    assert capsys.readouterr().out == "copied: examples/mlp.yaml\ncopied: examples/mlp.py\ncopied: examples/__init__.py\n"
+    own = tmp_path / "examples" / "mlp.py"
+    own.write_text("mine")
+    assert main(["configs", "copy"]) == 2
+    refusal = "'examples/mlp.py' is there and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
+    assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
+    assert own.read_text() == "mine"
+    assert not (tmp_path / "configs").exists()
+    assert main(["configs", "copy", "--overwrite"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "overwritten: examples/mlp.py" in said
+    assert said[-1].startswith("there already: 2 of ")
+    assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("copy gpt-byte", "configs copy: unknown config 'gpt-byte'; did you mean 'gpt-bytes'?"),
+        ("copy --to file/x", "configs copy: cannot write 'file/x/configs': Not a directory; choose another folder with --to"),
+        ("gpt-bytes", "configs: expected nothing or copy, found 'gpt-bytes'; did you mean jpipe configs copy gpt-bytes?"),
+        ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),
+    ],
+)
+def test_what_cannot_be_copied_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["configs", *arguments.split()]) == 2
+    assert capsys.readouterr() == ("", f"jpipe: {message}\n")
