@@ -4,7 +4,6 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -232,6 +231,7 @@ def configs(
         overwrite: Replace files that are there and differ.
     """
     from jpipe import InputError
+    from jpipe.files import expanded
     from train import shipped_configs
 
     try:
@@ -240,7 +240,7 @@ def configs(
         if not words:
             shipped_configs.list_all(print)
         elif words[0] == "copy":
-            shipped_configs.copy(words[1:], Path(to).expanduser(), overwrite, lambda line: print(printable(line)))
+            shipped_configs.copy(words[1:], expanded(to, "configs copy --to"), overwrite, lambda line: print(printable(line)))
         else:
             raise InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
     except InputError as error:

@@ -21,6 +21,7 @@ from jpipe import InputError
 from train import own_data
 from train.config import Config
 from train.rows import Batch, BatchesOfRows
+from train.terminal import count
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Data:
         train: batches to learn from.
         validation: batches that are held out.
         source: a phrase that says where they come from.
+        amount: how much that is, in words.
         digest: what it gives is the same in two processes only if their data is, as far as that can be told without making all of it.
     """
 
     train: Batches
     validation: Batches
     source: str
+    amount: str
     digest: Callable[[], str]
 
 
@@ -73,7 +76,8 @@ def load(config: Config) -> Data:
     if config.data.target is not None:
         sizes = config.seed, config.train.batch_size, config.train.steps
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
-        return Data(train, validation, config.data.target, lambda: own_data.digest(train, validation))
+        amount = f"{count(len(validation), 'batch', 'es')} for validation"
+        return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
     text = read_text(config.data.path, config.data.validation_fraction)
     seq_len, batch_size = config.model.seq_len, config.train.batch_size
     need = batch_size * seq_len + 1
@@ -87,7 +91,8 @@ def load(config: Config) -> Data:
     windows = grain.MapDataset.source(Windows(text.train, seq_len)).shuffle(seed=config.seed).repeat()
     held_out = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)  # spread over the files, never by config.seed
     batch = batch_size, (seq_len,), np.dtype(np.int32)
-    return Data(BatchesOfRows(windows, *batch), BatchesOfRows(held_out, *batch), text.source, text.digest)
+    amount = f"{text.train.size:,} tokens for training, {text.validation.size:,} for validation"
+    return Data(BatchesOfRows(windows, *batch), BatchesOfRows(held_out, *batch), text.source, amount, text.digest)
 
 
 def portion(config: Config) -> tuple[int, str]:
@@ -144,8 +149,8 @@ def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
     """
     rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
     ordered = sorted(names, key=lambda name: rank[name])
-    count = sum(rank[name] < fraction for name in names)
-    return frozenset(ordered[: min(max(count, 1), len(names) - 1)])
+    held_out = sum(rank[name] < fraction for name in names)
+    return frozenset(ordered[: min(max(held_out, 1), len(names) - 1)])
 
 
 def find_files(path: str | None) -> tuple[list[str], list[Path]]:

@@ -16,6 +16,7 @@ from train.build import build, check, prepare_devices
 from train.checkpoints import Checkpoints
 from train.config import AUTO, Config
 from train.config_file import to_yaml
+from train.history import History
 from train.measure import Measure
 from train.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, Validation, mean_loss
 from train.numeric_settings import numeric_settings
@@ -23,9 +24,10 @@ from train.preemption import Preemption
 from train.progress import Reporter
 from train.resume import VERSIONS, Resume, Resumed
 from train.resume import find as find_resumed
+from train.resume import history as find_history
 from train.run_folder import RunFolder
 from train.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
-from train.summary import Summary, tell, write_report
+from train.summary import Summary, stages_of, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
 from train.together import Together, facts, joined
@@ -128,11 +130,13 @@ def run(
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
             sizes = pipe.costs(batches.train[0], compiled_for=here)
+            stages = [] if folder is None else stages_of(pipe, batches.train[0])
         if resumed is not None:
             together.alike(lambda: None if folder is None else go_on(config, folder, resumed))
         every, traced = config.train.eval_every, config.train.trace_batches
         measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
-        log = MetricsLog(config, folder, tensorboard, reporter, measure, together)
+        history = find_history(config, plan, resumed, lambda: reporter.seconds)
+        log = MetricsLog(config, folder, tensorboard, reporter, measure, together, history)
         known = {
             "config": to_yaml(config),
             "plan": plan.to_json(),
@@ -145,14 +149,14 @@ def run(
         ended = False
         try:
             with reporter.training(), preemption:
-                summary = train(config, pipe, state, batches, log, measure, checkpoints, preemption, resumed)
+                summary = train(config, pipe, state, batches, log, measure, checkpoints, preemption, history, resumed)
                 ended = summary.val_loss_after is not None
         finally:
             with interrupt.held():
                 checkpoints.close()
                 measure.close()
                 if folder is not None and (ended or not preemption.came):  # time is short then
-                    write_report(config, pipe, folder, measure, reporter)
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1))
     if folder is not None and summary.measured is not None and plan.predicted is not None:
         measured = report.as_predicted(plan, summary.measured, sizes)
         folder.keep_planned(plan.predicted, measured)
@@ -170,6 +174,7 @@ def train(
     measure: Measure,
     checkpoints: Checkpoints,
     preemption: Preemption,
+    history: History,
     resumed: Resumed | None = None,
 ) -> Summary:
     """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
@@ -200,7 +205,7 @@ def train(
     def facts_of(step: int) -> dict[str, Any]:
         known = log.validated(step) or {}
         loss = known.pop("val_loss", None)
-        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before)}
+        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before), "history": history.facts(step)}
 
     for step in range(state.batch, steps):
         interrupt.check()

@@ -7,7 +7,9 @@ from pathlib import Path
 import jpipe
 from jpipe.files import shown
 from train.config import Config
+from train.history import History
 from train.measure import Measure
+from train.optimizer import learning_rate
 from train.progress import Reporter
 from train.run_folder import METRICS, RunFolder
 from train.tensorboard import TensorBoard
@@ -15,6 +17,15 @@ from train.together import Together
 
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what these come of."""
+
+
+TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second"})
+"""What a row has that is another number when the same run is run again."""
+
+
+def repeatable(row: Mapping[str, float]) -> dict[str, float]:
+    """What a row has that the same run, run again or resumed, gives again, bit for bit."""
+    return {name: value for name, value in row.items() if name not in TIMES}
 
 
 class RunStopped(RuntimeError):
@@ -40,6 +51,7 @@ class MetricsLog:
         reporter: Reporter,
         measure: Measure,
         together: Together,
+        history: History,
     ) -> None:
         self._config = config.train
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
@@ -49,6 +61,8 @@ class MetricsLog:
         self._reporter = reporter
         self._measure = measure
         self._together = together
+        self._history = history
+        self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self.through = -1  # the last step whose row was written, if it was to be
 
@@ -80,16 +94,18 @@ class MetricsLog:
             if step in metrics.norms:
                 row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
             row |= self._evaluated(step)
+            self._reporter.tick(step)
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
+                row |= self._progress(step)
                 self._log(self._folder, row)  # first of all: what is told can be found there
             self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
             self._reporter.step(step, row["loss"], self.validated(step) or {}, bubble)
             if logged and self._tensorboard is not None:
-                shown = row | {f"{self._reporter.unit}_per_second": self._reporter.speed, "bubble": bubble}
-                self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step" and value is not None})
+                shown = row if bubble is None else row | {"bubble": bubble}
+                self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def close(self) -> None:
         """Try once more to write the rows that are not on the disk, if there are any."""
@@ -113,6 +129,13 @@ class MetricsLog:
             if self._lacks_rows:
                 self._reporter.say(f"'{shown(folder.path / METRICS)}' has all rows again")
             self._lacks_rows = False
+
+    def _progress(self, step: int) -> dict[str, float]:
+        """Learning rate, time and speed, as far as they are known."""
+        updates, speed = self._history.updates(step), self._reporter.speed
+        found = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
+        found["seconds"] = round(self._history.seconds, 3)
+        return found if speed is None else found | {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """The validation loss of `step` and the metrics that are numbers, if there was a validation."""

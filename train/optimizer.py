@@ -1,11 +1,13 @@
 """The optimizer that a config names: an optax one or the user's own, its learning-rate schedule, and which parameters decay."""
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jpipe import InputError
@@ -14,6 +16,7 @@ from train.arguments import LARGEST, check_names, converted, parameters_of
 from train.config import OptimizerConfig
 
 Tree = Any
+_STRETCH = 1024  # updates whose learning rates are asked for together
 MASKS = ("mask", "weight_decay_mask")  # what optax calls the argument for `decay`
 
 
@@ -55,6 +58,32 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     if not isinstance(rule, optax.GradientTransformation):
         raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
     return rule
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
+    """The learning rate of each update, by how many came before; None where that is not known.
+
+    It is not of an optimizer of the user's own, nor of one that has none.
+
+    Args:
+        config: of an optimizer that `optimizer` has taken.
+        steps: as there.
+    """
+    factory = None if ":" in config.name else optax_names.optimizers()[config.name]
+    if factory is None or "learning_rate" not in parameters_of(factory):
+        return None
+    rate = _rate(config, steps, factory)
+    if not callable(rate):
+        return lambda _: rate
+
+    @functools.lru_cache(maxsize=2)
+    def stretch(number: int) -> list[float]:
+        """Many at once: to ask a device for each would wait for its work."""
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            found = jax.vmap(rate)(np.arange(number * _STRETCH, (number + 1) * _STRETCH, dtype=np.int32))
+        return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(found, np.float64), _STRETCH)]
+
+    return lambda update: stretch(update // _STRETCH)[update % _STRETCH]
 
 
 def lr_schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule:

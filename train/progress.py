@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from train.terminal import printable
+from train.terminal import duration, printable
 
 _RECENT = 20  # steps: fewer would flicker, more would remember an evaluation for long
 
@@ -31,6 +31,7 @@ class Reporter:
         self._clock = clock
         self._began = clock()
         self._last: float | None = None  # when the last step was finished
+        self._ticked: int | None = None  # which one that was
         self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds from one finished step to the next
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
@@ -94,19 +95,25 @@ class Reporter:
             self._task = self._bar.add_task("", total=self._steps)
             yield
 
-    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None) -> None:
-        """Step `step` (from 0) is finished; `validation` is what `metrics.jsonl` has of one, `bubble` the last that was measured."""
-        now = self._clock()
+    def tick(self, step: int) -> None:
+        """Step `step` is finished now, if that was not said before: `speed` is that after it."""
+        if step == self._ticked:
+            return
+        now, self._ticked = self._clock(), step
         if self._last is not None:
             self._recent.append(now - self._last)
         self._last = now
+
+    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None) -> None:
+        """Step `step` (from 0) is finished; `validation` is what `metrics.jsonl` has of one, `bubble` the last that was measured."""
+        self.tick(step)
         words = f"loss {loss:.3f}"
         if self.speed is not None:
             words += f"  {self.speed:,.0f} {self.unit}/s"
         if bubble is not None:
             words += f"  bubble {bubble:.0%}"
         if self._recent:
-            words += f"  {_clock((self._steps - step - 1) * statistics.median(self._recent))} left"
+            words += f"  {duration((self._steps - step - 1) * statistics.median(self._recent))} left"
         shown = "  ".join(f"{name.replace('val_', 'validation ', 1)} {value:.3f}" for name, value in validation.items())
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step + 1, description=words)
@@ -127,10 +134,3 @@ class Reporter:
     def seconds(self) -> float:
         """Since the run began, start-up included."""
         return self._clock() - self._began
-
-
-def _clock(seconds: float) -> str:
-    """`0:07`, `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

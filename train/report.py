@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jpipe
 from jpipe.files import write_atomically
-from train import loss_curve
-from train.terminal import count
+from train import history, loss_curve, stage_times
+from train.history import Part
+from train.stage_times import Stage
+from train.terminal import count, duration
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _PAGE = Path(__file__).with_name("report_page.html")
 _MUCH_SLOWER = 1.5  # times the prediction
 _SHORT = 2e-3  # seconds
+_MOST_PARTS = 50  # of a run that was resumed, the last
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Report:
         unit: of the losses; may be empty.
         processes: how many ran it.
         workers: stage and replica of each, as `jpipe.Plan.workers` has them; may be empty.
+        stages: in order; may be empty.
+        parts: of the run, each up to where it was resumed; may be empty.
     """
 
     title: str
@@ -46,6 +51,8 @@ class Report:
     unit: str = "nats a byte"
     processes: int = 1
     workers: Sequence[tuple[int, int]] = ()
+    stages: Sequence[Stage] = ()
+    parts: Sequence[Part] = ()
 
     @property
     def windows(self) -> dict[str, jpipe.Window]:
@@ -160,10 +167,10 @@ def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
     parts = {
         "title": _escape(report.title),
         "results": _results(report),
-        "facts": _table("facts", [], report.facts.items()),
+        "facts": _table("facts", [], report.facts.items()) + _history(report),
         "loss": _loss(report, pictures.get("loss")),
         "comparison": _comparison_table(report),
-        "timeline": _timeline(report, pictures.get("timeline")),
+        "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
         "memory": _memory(report, pictures.get("memory")),
     }
     return Template(_PAGE.read_text(encoding="utf-8")).substitute(parts)
@@ -181,8 +188,45 @@ def _results(report: Report) -> str:
         results[f"bubble, {kind}"] = _share(window.bubble)
         if any(window.memory):
             results[f"peak memory, {kind}"] = _bytes(max(window.peak_bytes))
+    results |= _progress(report.rows)
     boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
     return f'<dl class="results">{boxes}</dl>' if boxes else ""
+
+
+def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
+    """Time, speed and learning rate, as far as the rows have them."""
+    results = {}
+    if seconds := [row["seconds"] for row in rows if "seconds" in row]:
+        results["duration"] = duration(seconds[-1])
+    for unit in ("tokens", "samples"):
+        if speeds := [row[f"{unit}_per_second"] for row in rows if f"{unit}_per_second" in row]:
+            results[f"{unit} per second"] = f"{float(f'{statistics.median(speeds):.3g}'):,.10g}"
+    if rates := [row["learning_rate"] for row in rows if "learning_rate" in row]:
+        turns = [rates[0], *([max(rates)] if max(rates) > max(rates[0], rates[-1]) else []), rates[-1]]
+        results["learning rate"] = " → ".join(dict.fromkeys(f"{rate:.3g}" for rate in turns))
+    return results
+
+
+def _history(report: Report) -> str:
+    """The parts of a run that was resumed."""
+    if len(report.parts) < 2:
+        return ""
+    shown = report.parts[-_MOST_PARTS:]
+    earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
+    note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in it." + earlier
+    return f"<h3>History</h3>{_scrolling(_table('parts', *history.table(shown)))}{_note(note)}"
+
+
+def _stages(report: Report) -> str:
+    if not report.stages:
+        return ""
+    which, window = list(report.windows.items())[-1] if report.windows else ("", None)
+    note = f"Medians over the microbatches that were {which}; busy is the share of the time in which a stage computes or updates."
+    return _scrolling(_table("numbers", *stage_times.table(report.stages, window))) + (_note(note) if window else "")
+
+
+def _scrolling(table: str) -> str:
+    return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{table}</div>'
 
 
 def _loss(report: Report, picture: bytes | None) -> str:

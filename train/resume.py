@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jpipe.files import shown
 from planner.plain_yaml import parse
 from train import config_file
 from train.config import Config
+from train.history import MOST_PARTS, History, Part, part, updates_before
 from train.numeric_settings import numeric_settings
 from train.run_folder import folder_of, is_of_this_job
 from train.together import Together
@@ -41,6 +42,7 @@ class Facts(pydantic.BaseModel):
         val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
         val_metrics: likewise, by their names in a row.
         versions: of jpipe and JAX, and the settings that can change numbers.
+        history: the parts of the run up to this checkpoint; none where the jpipe that wrote it kept none.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -52,6 +54,7 @@ class Facts(pydantic.BaseModel):
     val_loss: float | None = None
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
+    history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
 
     @pydantic.field_validator("config")
     @classmethod
@@ -92,6 +95,14 @@ class Resumed:
     def plan(self) -> jpipe.Plan:
         """The plan that it ran by."""
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
+
+    def parts(self) -> list[Part]:
+        """Those of the run up to here; one in place of all of those that a jpipe without a history has made."""
+        if self.facts.history:
+            return self.facts.history
+        settings = _config_in(self.facts.config)
+        may_be_reset = settings.get("resume", {"optimizer": "keep"}) != {"optimizer": "keep"}
+        return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
     def changes(self, config: Config) -> list[str]:
         """The keys whose values are other ones now; the plan as a whole, for a file of it says all its keys."""
@@ -153,6 +164,23 @@ class Resumed:
                 f"{self.folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {self.step}; is it another model?"
             )
         return [name for name in there if jpipe.layer_of(name, pipe.stack.ids) in ids]
+
+
+def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float]) -> History:
+    """The parts of the run that begins now, or goes on.
+
+    Args:
+        config: of the run.
+        plan: by which it goes on.
+        resumed: where it goes on.
+        clock: seconds since this part of it began.
+    """
+    settings, devices = config.model_dump(), jax.device_count()
+    if resumed is None:
+        return History((), part(plan, settings, devices, 0, 0, 0), plan, clock)
+    before, step = resumed.parts(), resumed.step
+    updates = 0 if config.resume.optimizer == "reset" else updates_before(before[-1], resumed.plan, step)
+    return History(before, part(plan, settings, devices, step, step, updates), plan, clock)
 
 
 def own_layers(pipe: jpipe.Pipeline) -> list[str]:

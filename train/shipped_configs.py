@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jpipe import InputError, nearest
-from train.run_folder import write_atomically
+from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _PACKAGE = Path(__file__).parent

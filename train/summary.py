@@ -1,19 +1,25 @@
 """What a run came to: its report, and its last words."""
 
 import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import jpipe
 from jpipe.files import shown
 from train import data, report
+from train.build import param_specs
 from train.config import Config
+from train.history import Part, optimizer_words
 from train.measure import Measure
 from train.progress import Reporter
 from train.run_folder import RunFolder
-from train.terminal import count, first_line
+from train.stage_times import Stage
+from train.terminal import count, duration, first_line
 
 
 @dataclass(frozen=True)
@@ -33,17 +39,31 @@ class Summary:
     planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
 
 
-def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measure: Measure, reporter: Reporter) -> None:
+def write_report(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    folder: RunFolder,
+    measure: Measure,
+    reporter: Reporter,
+    batches: data.Data,
+    stages: Sequence[Stage],
+    parts: Sequence[Part],
+) -> None:
     """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
     plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
+    per_step, unit = data.portion(config)
     known = {
+        "command": command_line(),
+        "data": f"{batches.source}; {batches.amount}",
+        "parameters": f"{sum(stage.parameters for stage in stages):,}",
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"workers": _workers(plan)} if len(plan.workers) > plan.depth else {}),
         "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
-        "optimizer": config.optimizer.name,
-        "steps": str(config.train.steps),
+        "optimizer": optimizer_words(config.optimizer.model_dump()),
+        "steps": f"{config.train.steps:,} of {per_step:,} {unit} each",
+        "duration": _durations(parts),
         "devices": f"{len(set(devices))} × {devices[0].device_kind}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
@@ -52,7 +72,8 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
     try:
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
-            of_run = report.Report(title, known, folder.rows(), measure.predicted, measure.measured, unit, processes, plan.workers)
+            windows = measure.predicted, measure.measured
+            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan.workers, stages, parts)
             report.write_report(folder.path, of_run)
     except OSError as error:
         reporter.say(
@@ -60,6 +81,28 @@ def write_report(config: Config, pipe: jpipe.Pipeline, folder: RunFolder, measur
         )
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
+
+
+def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
+    """The stages, with the parameters of one replica of each."""
+    specs = param_specs(pipe.stack, pipe.plan, batch)
+    counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
+    stages = zip(pipe.plan.stages, pipe.plan.stage_workers, strict=True)
+    return [Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), tuple(own)) for stage, own in stages]
+
+
+def command_line() -> str:
+    """The command of this process, as it would be typed."""
+    program = Path(sys.argv[0]).name
+    ours = program in ("jpipe", "jpipe_command.py", "cli.py")
+    return shlex.join(["jpipe" if ours else program, *sys.argv[1:]])
+
+
+def _durations(parts: Sequence[Part]) -> str:
+    """`1:02`, `3:04 in 2 parts`."""
+    known = [part.seconds for part in parts if part.seconds is not None]
+    words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
+    return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
 
 
 def tell(summary: Summary, unit: str, reporter: Reporter) -> None:

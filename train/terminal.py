@@ -11,6 +11,13 @@ def count(number: int, one: str, plural: str = "s") -> str:
     return f"{number} {one}{'' if number == 1 else plural}"
 
 
+def duration(seconds: float) -> str:
+    """`0:07`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def first_line(error: Exception) -> str:
     """Of what the error says; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

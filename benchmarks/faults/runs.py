@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train import checkpoint_files
+from train.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # seconds, for a run of some
@@ -33,7 +34,7 @@ class End(NamedTuple):
     """What a run leaves behind.
 
     Attributes:
-        rows: of `metrics.jsonl`.
+        rows: of `metrics.jsonl`, but for their times.
         layers: of its last checkpoint: weights, optimizer state and layer state by layer id.
     """
 
@@ -110,7 +111,7 @@ def last_words(folder: Path) -> str:
 
 def end_of(run: Path) -> End:
     """What the run in the folder `run` left behind; its checkpoint is held against the hashes."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return End(rows, checkpoint_files.read_layers(run, checkpoint_files.steps(run)[-1]))
 
 

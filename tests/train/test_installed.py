@@ -75,6 +75,10 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     [
         ("copy gpt-byte", "configs copy: unknown config 'gpt-byte'; did you mean 'gpt-bytes'?"),
         ("copy --to file/x", "configs copy: cannot write 'file/x/configs': Not a directory; choose another folder with --to"),
+        (
+            "copy --to ~nobody-of-that-name/x",
+            "configs copy --to: '~nobody-of-that-name/x' begins with a user's home folder that is not known; write the folder out",
+        ),
         ("gpt-bytes", "configs: expected nothing or copy, found 'gpt-bytes'; did you mean jpipe configs copy gpt-bytes?"),
         ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),
     ],

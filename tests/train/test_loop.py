@@ -19,6 +19,7 @@ from rich.console import Console
 import jpipe
 from tests.train.conftest import SENTENCE, changed
 from train import build, config_file, data, gpt, loop
+from train.metrics_log import repeatable
 from train.optimizer import optimizer
 from train.progress import Reporter
 from train.run_folder import RunFolder
@@ -28,7 +29,8 @@ FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
 
 def rows_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """What a run logged, but for its times."""
+    return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.newest
@@ -38,8 +40,8 @@ def test_a_run_learns_and_writes_what_it_did(tiny):
     rows = rows_of(summary.folder)
     assert [row["step"] for row in rows] == list(range(60))
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 20, 40, 59]
-    assert set(rows[0]) == {"step", "loss", "val_loss"}
-    assert set(rows[1]) == {"step", "loss"}
+    assert set(rows[0]) == {"step", "loss", "val_loss", "learning_rate"}
+    assert set(rows[1]) == {"step", "loss", "learning_rate"}
     letters = np.unique(np.frombuffer(SENTENCE, np.uint8), return_counts=True)[1] / len(SENTENCE)
     assert abs(rows[0]["val_loss"] - np.log(256)) < 0.5
     assert rows[-1]["val_loss"] < -(letters * np.log(letters)).sum()  # knows more than how often each letter comes
@@ -63,7 +65,7 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     metrics = {"accuracy": "accuracy", "lost": "tests.train.metrics:lost"}
     rows = rows_of(loop.main(changed(tiny | {"eval": {"metrics": metrics}, "optimizer": {"learning_rate": 0.1}})).folder)
     assert [list(row) for row in rows] == [
-        ["step", "loss", "val_loss", "val_accuracy"] if step % 2 == 0 else ["step", "loss"] for step in range(5)
+        ["step", "loss", *(["val_loss", "val_accuracy"] if step % 2 == 0 else []), "learning_rate"] for step in range(5)
     ]
     assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
     shown = capsys.readouterr().out

@@ -12,7 +12,9 @@ import pytest
 import jpipe
 from tests.train import browser
 from train import loss_curve
+from train.history import Part
 from train.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
+from train.stage_times import Stage
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
 STEPS = 300
@@ -87,6 +89,44 @@ def test_the_page_says_what_was_found(folder):
         assert words in text
     for row in compare(window(), window(1.1)):
         assert "".join(row) in text  # the cells of a line of the table
+
+
+def parts(many: int = 2) -> list[Part]:
+    same = {"optimizer": "adamw", "devices": 3, "seconds": 61}
+    return [Part(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(many)]
+
+
+STAGES = [Stage(("embed", "block_0"), 1_200_000, (0,)), Stage(("block_1",), 800_000, (1,)), Stage(tuple("abcd"), 65_000, (2,))]
+
+
+def test_the_page_tells_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
+    rows = rows_of()
+    for row in rows:
+        row |= {
+            "learning_rate": min(row["step"] + 1, 301 - row["step"]) * 1e-5,
+            "seconds": 2.0 * row["step"],
+            "tokens_per_second": 12_345.6,
+        }
+    write_report(tmp_path, report(rows=rows, stages=STAGES, parts=parts()))
+    text = Page(tmp_path / "report.html").text
+    for cells in (
+        ("stage", "layers", "parameters", "forward, ms", "backward, ms", "both in one, ms", "busy"),
+        ("0", "embed block_0", "1,200,000", "11", "22", "–"),
+        ("2", "a … d (4)", "65,000", "–", "–", "33"),
+        ("0 to 99", "plan 0", "adamw", "3", "2026-01-01 10:00:00", "1:01"),
+        ("100 to 199", "plan 1"),
+        ("duration", "9:58", "tokens per second", "12,300", "learning rate", "1e-05 → 0.00151 → 2e-05"),
+    ):
+        assert "".join(cells) in text
+    assert "Medians over the microbatches that were measured" in text
+    write_report(tmp_path, report(stages=STAGES, parts=parts(60), predicted=None, measured=None))
+    text = Page(tmp_path / "report.html").text
+    assert "The 10 parts before these are left out." in text
+    assert "1,000 to 1,099" in text
+    assert "900 to 999" not in text
+    assert "stagelayersparameters" in text
+    seen = browser.inspect(tmp_path / "report.html", width=390)
+    assert seen["needs_width"] <= 390
 
 
 def test_nothing_in_the_page_leads_outside(folder):

@@ -23,7 +23,7 @@ from jpipe import InputError, PeerLost, Plan, Processes
 from jpipe._desk import Desk
 from tests.train.conftest import changed
 from train import cli, config_file, distributed, loop, together
-from train.metrics_log import RunStopped
+from train.metrics_log import RunStopped, repeatable
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds, for what takes ten
@@ -160,9 +160,9 @@ def done(*arguments: str) -> tuple[int, list[str], list[str]]:
 
 
 def rows(name: str) -> list[dict]:
-    """What was logged so far."""
+    """What was logged so far, but for its times."""
     path = Path(name, "metrics.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [repeatable(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_for_rows(number: int) -> None:

@@ -1,0 +1,51 @@
+"""The stages of a run in a table: layers, parameters, and how long their computations take."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jpipe
+
+_KINDS = {"F": "forward, ms", "B": "backward, ms", "FB": "both in one, ms"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        layers: their ids.
+        parameters: how many numbers the optimizer changes.
+        workers: that compute it, by their index.
+    """
+
+    layers: tuple[str, ...]
+    parameters: int
+    workers: tuple[int, ...]
+
+
+def table(stages: Sequence[Stage], window: jpipe.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of the table; the times are medians over the computations of a window, `–` where there is none."""
+    kinds = [op for op in _KINDS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
+    head = "stage", "layers", "parameters", *(_KINDS[op] for op in kinds), *(() if window is None else ("busy",))
+    rows = []
+    for s, stage in enumerate(stages):
+        cells = [str(s), _layers(stage.layers), f"{stage.parameters:,}"]
+        if window is not None:
+            cells += [_median([span.end - span.start for span in _spans(window, stage) if span.op == op]) for op in kinds]
+            busy = sum(span.end - span.start + span.update_time for span in _spans(window, stage))
+            cells.append(f"{busy / (window.seconds * len(stage.workers)):.0%}")
+        rows.append(tuple(cells))
+    return head, rows
+
+
+def _spans(window: jpipe.Window, stage: Stage) -> Iterator[jpipe.Span]:
+    return (span for w in stage.workers for span in window.timeline[w])
+
+
+def _median(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.3g}" if seconds else "–"
+
+
+def _layers(ids: Sequence[str]) -> str:
+    return " ".join(ids) if len(ids) <= 3 else f"{ids[0]} … {ids[-1]} ({len(ids)})"
