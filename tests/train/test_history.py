@@ -89,7 +89,7 @@ def test_a_history_of_thousands_of_parts_stays_small():
     told = history.History(parts, history.part(plan, {}, 1, 3000, 3000, 3000), plan, lambda: 2.5)
     facts = told.facts(3005)
     assert (len(facts), facts[0]["first"], facts[-1]["end"], facts[-1]["seconds"]) == (history.MOST_PARTS, 2001, 3005, 2.5)
-    assert len(resume.Facts(config="", plan="", devices=1, val_loss_before=0.0, history=facts).history) == history.MOST_PARTS
+    assert len(resume.Facts(config="seed: 0", plan="", devices=1, val_loss_before=0.0, history=facts).history) == history.MOST_PARTS
 
 
 @pytest.mark.parametrize("name", ["tests.train.own:rule", "noisy_sgd"])
