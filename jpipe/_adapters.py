@@ -18,7 +18,7 @@ Tree = Any
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
 """By the name of a parameter what it is given in training; in evaluation it gets the opposite."""
 
-_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer")  # in the name of a parameter that may say whether to train
+_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # in the name of a flag that may say whether to train
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
@@ -82,15 +82,21 @@ def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Par
     parameters = list(_parameters(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
     for parameter in parameters[1:]:
-        name, default = parameter.name, parameter.default
-        is_flag = default is inspect.Parameter.empty or isinstance(default, (bool, str))
-        varies = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if name not in _MODES and not names and is_flag and not varies and any(word in name.lower() for word in _LIKE_MODES):
+        if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
             raise InputError(
                 f"layer '{layer_id}': expected one of {', '.join(_MODES)} as the parameter that says whether it trains, "
-                f"found '{name}'; rename it, or wrap the layer"
+                f"found '{parameter.name}'; rename it, or wrap the layer"
             )
     return lambda train: {name: _MODES[name] == train for name in names}
+
+
+def _looks_like_mode(parameter: inspect.Parameter) -> bool:
+    name, default = parameter.name.lower(), parameter.default
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    if isinstance(default, str):  # mode="train"
+        return any(word in default.lower() for word in _LIKE_MODES)
+    return (default is inspect.Parameter.empty or isinstance(default, bool)) and any(word in name for word in _LIKE_MODES)
 
 
 def _function(layer_id: str, function: Callable[..., Tree]) -> Layer:

@@ -268,6 +268,8 @@ def unknown(name: str, default: Any) -> linen.Module:
         (linen.Dense, r"^layer 'a' is the Linen class Dense; give an instance of it, such as Dense\(…\)$"),
         (unknown("is_train", True), r"^layer 'a': expected one of train, training, .* whether it trains, found 'is_train'; rename it"),
         (unknown("inference", False), r"^layer 'a': expected one of train, .* found 'inference'"),
+        (unknown("mode", "train"), r"^layer 'a': expected one of train, .* found 'mode'"),
+        (unknown("use_dropout", False), r"^layer 'a': expected one of train, .* found 'use_dropout'"),
         (linen.Dropout(0.5, deterministic=False), r"^layer 'a' draws random numbers in evaluation, .* pass deterministic=not train"),
         (
             lambda x: (x, 1.0),

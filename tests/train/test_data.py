@@ -163,3 +163,10 @@ def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeyp
 def test_a_path_too_long_is_refused():
     with pytest.raises(InputError, match=r"data\.path: cannot read 'a{400}': File name too long; give files that can be read"):
         data.read_text("a" * 400, 0.5)
+
+
+def test_names_that_are_not_utf8_are_read_as_others(tmp_path):
+    for name in (b"a", b"\xff.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"text")
+    found = data.read_text(str(tmp_path), 0.5)
+    assert (found.train.size, found.validation.size) == (4, 4)
