@@ -50,7 +50,7 @@ class Checked:
 
 
 def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
-    """The same data, checked where something built in reads it; the first batch of each kind at once.
+    """The same data, checked where something built in reads it; the first batch of each kind at once, by process 0.
 
     Args:
         config: of the run.
@@ -68,6 +68,7 @@ def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     if inputs is None and labels is None:
         return batches
     train, validation = Checked(batches.train, "train", (inputs, labels)), Checked(batches.validation, "validation", (inputs, labels))
-    for first in (train[0], validation[0]):
-        jax.tree.map(lambda rows: rows[: len(rows)], first)
+    if jax.process_index() == 0:  # the others read only what their own workers need, and hear of what it refuses
+        for first in (train[0], validation[0]):
+            jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
