@@ -135,8 +135,6 @@ def delayed_versions_alive(plan: Shape, s: int, leader: int) -> int:
     """
     replicas = plan.replicas[leader]
     ahead = (pipeline_in_flight(plan, leader) - 1 + slots_late(plan, leader)) * replicas
-    if leader != s:  # kept for the last of the leader's replicas
-        ahead += replicas - 1
     return -(-ahead // plan.microbatches_an_update(s)) + 1
 
 

@@ -85,6 +85,18 @@ def test_every_schedule_is_proved_and_holds_as_many_versions_as_the_table_says(f
             assert most == versions_alive(plan, s)
 
 
+@pytest.mark.parametrize("noam", [False, True])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
+def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_replicas(replicas, noam):
+    for times in (1, 2, 3):
+        m, rule = times * math.lcm(*replicas), SCHEDULES["pipedream"]
+        plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True, noam=noam)
+        first = (rule.in_flight(plan, 0) - 1 + (replicas[0] > 1 and not noam)) * replicas[0]
+        alive = simulate(lower(plan, 24 // m + 4)).versions_alive
+        for s, workers in enumerate(plan.stage_workers):
+            assert max(alive[w] for w in workers) == -(-first // m) + 1 == rule.versions_alive(plan, s)
+
+
 @settings(deadline=None, max_examples=100)
 @given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3))
 def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start):
