@@ -60,10 +60,15 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
+_MOST_LEAVES = 8  # that a message shows
+
+
 def describe(tree: Tree) -> str:
-    """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths."""
+    """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths, of many only the first."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves]
+    words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves[:_MOST_LEAVES]]
+    if len(leaves) > _MOST_LEAVES:
+        words.append(f"and {len(leaves) - _MOST_LEAVES:,} more")
     return ", ".join(words) if words else "nothing"
 
 
