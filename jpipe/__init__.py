@@ -4,7 +4,7 @@ The names below stand in the order of the data flow: a model and a plan, the pro
 """
 
 from jpipe._costs import LayerCost, Link, Network, StageCost, sum_layer_costs, unit_costs
-from jpipe._cut import Cut, layer_of
+from jpipe._cut import Cut, average_replicas, layer_of
 from jpipe._draw import draw_memory, draw_timeline
 from jpipe._errors import InputError, explain, nearest
 from jpipe._grid import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
@@ -81,6 +81,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Told",
     "Cut",
     "layer_of",
+    "average_replicas",
     "Event",
     "Tracer",
     "Trace",

@@ -32,7 +32,7 @@ class CompiledStage:
 
     Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
     is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`; where replicas sum them, `add`,
-    `finish`, `zero_sums` and, if they average their layer state, `average_state`.
+    `finish` and `zero_sums`; `add_state` and `mean_state` where they average their layer state when it is read.
     """
 
     functions: StageFunctions
@@ -52,14 +52,17 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
     Traces one after the other, compiles side by side.
     """
     sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
-    used: dict[Any, set[str]] = {key: {"evaluate"} for key in sharing.values()}
+    of_key = {sharing[w]: workers[w] for w in workers}
+    used: dict[Any, set[str]] = {
+        key: {"evaluate", "add_state", "mean_state"} if functions.averages_when_read else {"evaluate"}
+        for key, (functions, _) in of_key.items()
+    }
     depths: list[int] = []
     for program in programs:
         depths = [len(stage.layers) for stage in program.plan.stages]
         for instruction in program.instructions:
             if instruction.worker in workers:
                 used[sharing[instruction.worker]].update(_calls(instruction, program.plan))
-    of_key = {sharing[w]: workers[w] for w in workers}
     lowered = {key: {name: _lower_call(*of_key[key], name, depths) for name in sorted(names)} for key, names in used.items()}
     compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
     stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
@@ -103,7 +106,7 @@ def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
         case ForwardBackward():
             return ("forward_backward",)
         case AllReduce():
-            return ("add", "finish", "zero_sums", *(["average_state"] if plan.sync_state else []))
+            return "add", "finish", "zero_sums"
         case SumSquares(worker=0):
             return "sum_squares", "norm"
         case SumSquares():
@@ -161,7 +164,8 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "sum_squares": lambda: (f.sum_squares, (), (sums,)),
         "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
         "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
-        "average_state": lambda: (f.average_state, (), (specs.state, specs.state, floats_of(specs.state))),
+        "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
+        "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
         "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
         "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
@@ -174,8 +178,8 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
 
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
-    """What replicas sum for an update: what they accumulated, and the layer state where they average it."""
-    return jax.eval_shape(f.zero_sums, f.specs.params), floats_of(f.specs.state) if f.sync_state else []
+    """What replicas sum for an update: what they accumulated, and the layer state where they average it with each update."""
+    return jax.eval_shape(f.zero_sums, f.specs.params), floats_of(f.specs.state) if f.average_state == "update" else []
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:

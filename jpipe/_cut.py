@@ -13,7 +13,7 @@ from jpipe._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe._plan import Plan
 from jpipe._program import Forward, ForwardBackward, Update
 from jpipe._runtime import Event
-from jpipe._stage import StageFunctions, floats_of
+from jpipe._stage import StageFunctions, floats_of, with_floats
 from jpipe._state import WorkerState
 from jpipe.schedules import SCHEDULES
 
@@ -26,7 +26,7 @@ class Cut:
     Give it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`: each worker comes
     to the last update before the batch in its own time, and is copied then. What is in flight is left out: a run that
     `Pipeline.restore` begins there computes it again, from the weight versions that it read. Layer state is that from before the first
-    forward of the batch. It costs the memory of the copies, until nobody holds this object.
+    forward of the batch, for each replica its own. It costs the memory of the copies, until nobody holds this object.
 
     Make one with `Pipeline.cut`.
 
@@ -87,11 +87,10 @@ class _Part:
         self._versions: dict[int, Tree] = {}
         self._optimizer: Tree = None
         self._state: Tree = None
-        self._late: list[tuple[tuple[Tree, Tree], int | None]] = []  # those taken in after the cut, and before which forward
 
     @property
     def complete(self) -> bool:
-        return self._optimizer is not None and all(at is not None for _, at in self._late)
+        return self._optimizer is not None
 
     def see(self, event: Event) -> None:
         if self.complete:
@@ -100,10 +99,7 @@ class _Part:
             case Forward(microbatch=k) | ForwardBackward(microbatch=k) if k >= self._first:
                 if self._state is None:
                     self._state = self._before
-                self._late = [(sums, k if at is None else at) for sums, at in self._late]
             case Update(batch=update) if update < self._newest:
-                if event.averaged is not None and self._state is not None:
-                    self._late.append((event.averaged, None))
                 if update + 1 == self._newest:
                     self._optimizer = _copied(event.state.optimizer)
                     if self._state is None:
@@ -122,13 +118,6 @@ class _Part:
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             plain["state"] = to_plain(self._state[layer_id])
-        for number, ((then, summed), at) in enumerate(self._late):
-            assert at is not None
-            totals = iter(summed)
-            for layer_id in sorted(then):  # as the leaves of a dict come
-                if total := to_plain([next(totals) for _ in floats_of(then[layer_id])]):
-                    late = {"then": to_plain(then[layer_id]), "total": total, "after": np.asarray(at - self._first, np.int32)}
-                    found[layer_id].setdefault("late", {})[str(number)] = late
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -143,10 +132,11 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, dict[tuple[str, int], Tree]]:
-    """What a worker takes from a cut: weights by version, optimizer state, layer state and its late means, as they are there.
+) -> tuple[dict[int, Tree], Tree, Tree]:
+    """What a worker takes from a cut: weights by version, optimizer state, layer state.
 
-    A version that the cut has not is replaced by the newest.
+    A version that the cut has not is replaced by the newest. Layer state is the replica's own where there were as many and the pipeline
+    does not flush, else the mean over those that there were; without `sync_state` it is that of one of them.
 
     Args:
         plan: what is to run, perhaps another one than that of the cut.
@@ -173,8 +163,11 @@ def fitting(
         return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), where)
 
     def state_of(layer_id: str) -> Tree:
-        own = layers[own_name(layer_id, replica % _replicas(layers, layer_id))]
-        return from_plain(f.specs.state[layer_id], own.get("state", {}), f"checkpoint: layer '{layer_id}', state")
+        spec, count, where = f.specs.state[layer_id], _replicas(layers, layer_id), f"checkpoint: layer '{layer_id}', state"
+        own = from_plain(spec, layers[own_name(layer_id, replica % count)].get("state", {}), where)
+        if f.average_state is None or (f.average_state == "read" and count == plan.replicas[s]):
+            return own
+        return with_floats(own, floats_of(from_plain(spec, _mean_state(layers, layer_id), where)))
 
     versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
     optimizer = None
@@ -186,7 +179,7 @@ def fitting(
             )
             for layer_id in ids
         }
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}, _late_means(plan, s, replica, f, layers, batch)
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}
 
 
 def restored_worker(
@@ -207,41 +200,46 @@ def restored_worker(
     Raises:
         InputError: as `fitting`.
     """
-    versions, optimizer, state, late = fitting(plan, worker, f, layers, batch, fresh)
+    versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
         optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
     sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(f.zero_sums, f.specs.params))
-    placed = jax.device_put((versions, optimizer, state, sums, late, key), device)
+    placed = jax.device_put((versions, optimizer, state, sums, {}, key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 
 
-def _late_means(
-    plan: Plan, s: int, replica: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int
-) -> dict[tuple[str, int], Tree]:
-    """By forward the means of layer state that the replica takes in ahead of it, for updates that were done; none under other replicas."""
-    ids = [layer_id for layer_id in sorted(f.stage.layers) if floats_of(f.specs.state[layer_id])]  # as the leaves of a dict come
-    if not f.averages_state or any(_replicas(layers, layer_id) != plan.replicas[s] for layer_id in ids):
-        return {}
-    where = {layer_id: f"checkpoint: layer '{layer_id}', late means of its state" for layer_id in ids}
-    late = [checked_dict(layers[own_name(layer_id, replica)].get("late", {}), where[layer_id]) for layer_id in ids]
-    found: dict[tuple[str, int], Tree] = {}
-    for number in sorted(set.intersection(*map(set, late)), key=lambda text: (len(text), text)):  # 2 before 10
-        of_layer = {}
-        for layer_id, one in zip(ids, late, strict=True):
-            spec = f.specs.state[layer_id]
-            specs = {"then": spec, "total": floats_of(spec), "after": jax.ShapeDtypeStruct((), np.int32)}
-            of_layer[layer_id] = from_plain(specs, one[number], where[layer_id], "was it written by jpipe?")
-        then = {
-            layer_id: of_layer[layer_id]["then"]
-            if layer_id in of_layer
-            else jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)  # nothing of it is averaged
-            for layer_id, spec in f.specs.state.items()
-        }
-        total = [leaf for layer_id in ids for leaf in of_layer[layer_id]["total"]]
-        at = batch * plan.microbatches + int(of_layer[ids[0]]["after"])
-        found.setdefault(("late", at), []).append((then, total))
-    return found
+def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
+    """The layers of a cut with one layer state each: the mean over the replicas, whose own states are left out.
+
+    Only floating-point numbers are averaged; others, such as counts, are those of the first replica.
+
+    Args:
+        layers: from `Cut.layers`, with any arrays.
+
+    Raises:
+        InputError: the replicas of a layer hold different arrays.
+    """
+    own = [layer_id for layer_id in layers if layer_of(layer_id, layers.keys() - {layer_id}) is None]
+    return {layer_id: layers[layer_id] | ({"state": state} if (state := _mean_state(layers, layer_id)) else {}) for layer_id in own}
+
+
+def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
+    """The mean of a layer's state over the replicas, added in their order. What is the same in all of them is left as it is."""
+    where = f"checkpoint: layer '{layer_id}', state"
+    names = [own_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
+    first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)
+    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
+    for name, other in zip(names[1:], others, strict=True):
+        from_plain(specs, other, f"checkpoint: layer state of '{name}'", "do the replicas come from one run?")
+    return jax.tree.map(_mean, first, *others)
+
+
+def _mean(*parts: Any) -> Any:
+    first, *others = map(np.asarray, parts)
+    if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in others):
+        return parts[0]
+    return np.asarray(sum(others, first) / first.dtype.type(len(parts)))
 
 
 def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:

@@ -2,10 +2,11 @@
 
 import atexit
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,8 @@ from jpipe._plain import Plain, filled
 from jpipe._plan import Plan
 from jpipe._processes import Processes
 from jpipe._program import Program, Send
-from jpipe._runtime import Found, Observer, run
-from jpipe._stage import Loss, StageFunctions, check_summed, floats_of, stage_functions
+from jpipe._runtime import Found, Observer, read_data, run
+from jpipe._stage import Loss, StageFunctions, check_summed, floats_of, stage_functions, with_floats
 from jpipe._state import State, WorkerState
 from jpipe._steps import Steps
 from jpipe._transport import Transport, arrived, progress, to_host
@@ -175,14 +176,15 @@ class Pipeline:
         initializers = compile_initializers(self.stack, specs, places)
         workers = tuple(self._init_worker(stage, initializers, key, given) for stage in self._stages.values())
         self._meet()
-        return State(workers, batch=0, start=0)
+        return State(workers, batch=0, start=0, made_by=self._fingerprint)
 
     def restore(self, key: jax.Array, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> State:
         """The state before batch `at` of the run that a `Cut` was made of, and everything compiled, as `init` does.
 
         Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
         schedule, recomputation, processes. Weight versions that the cut has not, which another schedule or depth may read, are
-        replaced by the newest; layer state of more replicas than there were is that of the first ones again.
+        replaced by the newest. Where a stage has another number of replicas than there was, each begins with the mean of their layer
+        state; without `sync_state` they take those that were there again and again, in order.
 
         Args:
             key: of the run, as it was given to `init`.
@@ -201,7 +203,7 @@ class Pipeline:
             for w, stage in self._stages.items()
         )
         self._meet()
-        return State(workers, at, at)
+        return State(workers, at, at, self._average_state != "read", self._fingerprint)
 
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
         """Refuse the layers that `restore` would refuse; nothing is compiled, and no other process is waited for.
@@ -249,10 +251,15 @@ class Pipeline:
         program, shift = self._steps.program(since, state.batch, False)
         workers, found = self._run(program, shift, state.workers, batch, observe)
         start = state.batch + 1 if SCHEDULES[self.plan.schedule].flushes else state.start
-        return State(workers, state.batch + 1, start), self._board.metrics(program, shift, found)
+        return State(workers, state.batch + 1, start, self._average_state != "read", self._fingerprint), self._board.metrics(
+            program, shift, found
+        )
 
     def drain(self, state: State, *, observe: Observer | None = None) -> State:
         """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
+
+        Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
+        `sync_state` false. A layer that reads its state while it trains goes on from there.
 
         Args:
             state: used up, if anything is in flight; use the returned one from here on.
@@ -265,18 +272,15 @@ class Pipeline:
             InputError: a state that was used already.
         """
         self._check_state(state)
-        if state.start == state.batch:
-            return state
-        program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, _ = self._run(program, shift, state.workers, None, observe)
-        return State(workers, state.batch, state.batch)
+        return self._averaged(self._drained(state, observe))
 
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
         The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
         of the state is drained, which costs that memory for the time of the call. Layer state (batch statistics) is what each
-        stage holds, ahead of that version by the microbatches in flight.
+        stage holds, ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has
+        `sync_state` false.
 
         Args:
             state: any state that is not used up.
@@ -305,13 +309,15 @@ class Pipeline:
         if microbatch_spec(batch, count) != self._spec:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(self._spec)}; found {describe(batch)}")
         state, version = self._settled(state)
+        state = self._averaged(state)
         program = lower_evaluation(self.plan, count, version)
         host = dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         workers = {
             w: dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
             for w, worker in zip(self._stages, state.workers, strict=True)
         }
-        _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, host, rows_each)
+        data = read_data(program, workers, host, rows_each)
+        _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, data)
         return self._board.evaluation(found, version, list(metrics))
 
     def params(self, state: State) -> dict[str, Tree]:
@@ -362,6 +368,13 @@ class Pipeline:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _average_state(self) -> Literal["update", "read"] | None:
+        """When replicas average their layer state: with each update where it changes no order, which is where the pipeline flushes."""
+        if not self.plan.sync_state:
+            return None
+        return "update" if SCHEDULES[self.plan.schedule].flushes else "read"
+
     @cached_property
     def _processes(self) -> Processes | None:
         """Those of the run, where there are several."""
@@ -378,6 +391,7 @@ class Pipeline:
         self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
         self._connect(functions, runs)
         self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
+        self._fingerprint = _fingerprint(self.plan, self._spec, functions)
 
     def _meet(self) -> None:
         """All processes are ready from here on."""
@@ -400,7 +414,9 @@ class Pipeline:
         evaluation = lower_evaluation(self.plan, math.lcm(*self.plan.replicas), 0)
         sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
         kinds = {(i.worker, i.to, i.message): i for i in sends}
-        sums = {self.plan.stage_workers[s][0]: reduced_spec(f) for s, f in enumerate(functions) if f.stage.replicas > 1}
+        replicated = [(self.plan.stage_workers[s][0], f) for s, f in enumerate(functions) if f.stage.replicas > 1]
+        sums: list[tuple[int, Tree]] = [(first, reduced_spec(f)) for first, f in replicated]
+        sums += [(first, floats_of(f.specs.state)) for first, f in replicated if f.averages_when_read]
         stage_of = [s for s, _ in self.plan.workers]
         self._transport.compile([(i, specs[stage_of[i.worker], i.message]) for _, i in sorted(kinds.items())], sums)
 
@@ -411,7 +427,7 @@ class Pipeline:
         functions = []
         for stage in self.plan.stages:
             scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
-            options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "sync_state": self.plan.sync_state}
+            options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "average_state": self._average_state}
             functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, **options))
         if self._differentiable != (inputs, labels):
             check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels)
@@ -456,16 +472,47 @@ class Pipeline:
     ) -> tuple[tuple[WorkerState, ...], Found]:
         host = {} if batch is None else dict(zip(("inputs", "labels"), to_host(batch), strict=True))
         states = dict(zip(self._stages, workers, strict=True))
-        left, found = run(program, shift, self._stages, states, self._transport, host, rows_of(self._spec), observe)
+        data = read_data(program, states, host, rows_of(self._spec))
+        left, found = run(program, shift, self._stages, states, self._transport, data, observe)
         return tuple(left.values()), found
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State):
             raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
-        if self._spec is None or len(state.workers) != len(self._stages):
+        if self._spec is None:
             raise InputError("state: this pipeline did not make it; call init first")
+        if state.made_by != self._fingerprint:
+            raise InputError(
+                f"state: another pipeline made it: {_difference(state.made_by, self._fingerprint)}; "
+                "make one with init, or take a Cut of the other run and restore it here"
+            )
         if any(_is_used_up(worker) for worker in state.workers):
             raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
+
+    def _drained(self, state: State, observe: Observer | None = None) -> State:
+        """The state with nothing in flight; layer state is what each replica has made of it."""
+        if state.start == state.batch:
+            return state
+        program, shift = self._steps.program(state.batch - state.start, state.batch, True)
+        workers, _ = self._run(program, shift, state.workers, None, observe)
+        return State(workers, state.batch, state.batch, self._average_state != "read", self._fingerprint)
+
+    def _averaged(self, state: State) -> State:
+        """The state with the mean over the replicas as layer state, where they average it when it is read: one sum for each stage."""
+        if state.averaged:
+            return state
+        workers = dict(zip(self._stages, state.workers, strict=True))
+        means: dict[int, Tree] = {}
+        for s, replicas in enumerate(self.plan.stage_workers):
+            parts = {w: floats_of(workers[w].layer_state) for w in replicas if w in workers}
+            if parts and self._compiled[s].averages_when_read:
+                calls = self._stages[next(iter(parts))].calls
+                words = f"the mean of the layer state over the replicas of stage {s}"
+                means |= self._transport.sum_replicas(replicas, parts, calls["add_state"], calls["mean_state"], words)
+        for w, mean in means.items():
+            averaged = with_floats(workers[w].layer_state, arrived(mean))
+            workers[w] = dataclasses.replace(workers[w], layer_state=averaged)
+        return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
     def _settled(self, state: State) -> tuple[State, int]:
         """The newest version, in batches, that all workers of all processes hold; where there is none, of a drained copy of the state."""
@@ -473,7 +520,7 @@ class Pipeline:
         since = 0 if state.start == state.batch else state.batch
         version = self._steps.common_version(since, state.batch)
         if version is None:
-            state = self.drain(_copy(state))
+            state = self._drained(_copy(state))
             version = state.batch
         return state, version
 
@@ -501,6 +548,41 @@ def _given(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[s
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
     """A copy of the array that is given: an update writes into the memory of the old weights, which is not to be the caller's."""
     return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
+
+
+def _fingerprint(plan: Plan, spec: Batch, functions: Sequence[StageFunctions]) -> tuple[tuple[str, str], ...]:
+    """All that decides what a state holds, by name."""
+    fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
+    stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
+    recompute = ("recompute", ", ".join(stage.recompute for stage in plan.stages))
+    weights = [(f.specs.params, f.specs.state) for f in functions]
+    optimizer = [jax.eval_shape(f.init_optimizer, f.specs.params) for f in functions]
+    return (
+        *((name, str(value)) for name, value in fields),
+        *stages,
+        recompute,
+        ("microbatch", describe(spec)),
+        ("microbatch in full", _shapes(spec)),
+        ("weights and layer state", _shapes(weights)),
+        ("optimizer state", _shapes(optimizer)),
+    )
+
+
+def _shapes(tree: Tree) -> str:
+    """A hash of a tree's structure, shapes and dtypes."""
+    leaves = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree.leaves_with_path(tree)]
+    return f"of shapes with the hash {hashlib.sha256(repr(leaves).encode()).hexdigest()[:8]}"
+
+
+def _difference(made_by: Sequence[tuple[str, str]], fingerprint: Sequence[tuple[str, str]]) -> str:
+    """The first thing in which two pipelines differ."""
+    there, here = dict(made_by), dict(fingerprint)
+    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
+    return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+
+
+def _short(text: str | None) -> str:
+    return "absent" if text is None else text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _is_used_up(worker: WorkerState) -> bool:

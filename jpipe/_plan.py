@@ -96,8 +96,9 @@ class Plan(pydantic.BaseModel):
         update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
             as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
         scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
-        sync_state: whether replicas average the state that forwards update (batch statistics) with each update; without, each
-            replica keeps its own. True by default; False for state that belongs to rows, such as a carried recurrent state.
+        sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
+            that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
+            that belongs to rows, such as a carried recurrent state.
         keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
         placement: for each stage the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by

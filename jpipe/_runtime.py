@@ -1,6 +1,6 @@
 """The interpreter: runs a program instruction by instruction on the devices. It knows no schedule by name and reads no configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ from jpipe._compile import CompiledStage, update_kind
 from jpipe._program import (
     AllReduce,
     Backward,
+    Data,
     Evaluate,
     Forward,
     ForwardBackward,
@@ -23,7 +24,7 @@ from jpipe._program import (
     Update,
     shifted,
 )
-from jpipe._stage import floats_of
+from jpipe._stage import floats_of, with_floats
 from jpipe._state import WorkerState
 from jpipe._transport import Transport, arrived, rows
 
@@ -37,13 +38,11 @@ class Event(NamedTuple):
         instruction: what it was; batches, microbatches and versions as in the whole run.
         done: for a computation, an array that is there when it is over: `done.block_until_ready()` waits for that. Else None.
         state: what its worker holds now, as arrays that may still be on their way; only to look at, while the call lasts.
-        averaged: for an update that moved the layer state to the mean of the replicas: the own one of that batch, and the sum of all.
     """
 
     instruction: Instruction
     done: jax.Array | None
     state: WorkerState
-    averaged: tuple[Tree, Tree] | None = None
 
 
 Observer = Callable[[Event], None]
@@ -69,8 +68,7 @@ def run(
     stages: Mapping[int, CompiledStage],
     states: Mapping[int, WorkerState],
     transport: Transport,
-    batches: dict[str, Tree],
-    rows_each: int,
+    data: dict[tuple[Data, int], Tree],
     observe: Observer | None = None,
 ) -> tuple[dict[int, WorkerState], Found]:
     """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
@@ -81,8 +79,7 @@ def run(
         stages: by worker of this process.
         states: by worker of this process; emptied, not to be used again.
         transport: between the workers.
-        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
-        rows_each: rows of one microbatch.
+        data: what `read_data` gives; is emptied.
         observe: called after each instruction is dispatched.
 
     Returns:
@@ -95,17 +92,36 @@ def run(
         if worker is None:
             continue
         if type(instruction) is Load:
-            row = (instruction.microbatch - program.begin * plan.microbatches) * rows_each
-            worker.load(instruction, rows(batches[instruction.data], row, row + rows_each))
+            worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
         elif type(instruction) is AllReduce:
             for w, total in worker.all_reduce(instruction).items():
                 workers[w].take_sum(instruction, total)
         else:
             _METHODS[type(instruction)](worker, instruction)
         if observe is not None:
-            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state(), worker.averaged))
-            worker.done = worker.averaged = None
+            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state()))
+            worker.done = None
     return {w: worker.state() for w, worker in workers.items()}, found
+
+
+def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> dict[tuple[Data, int], Tree]:
+    """All rows that these workers load in the program. They are read before a run, which uses up its states, since reading may fail.
+
+    Args:
+        program: what will run.
+        workers: those of this process.
+        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
+        rows_each: rows of one microbatch.
+
+    Raises:
+        InputError: a part of a batch has other rows than its shape and dtype say.
+    """
+    found: dict[tuple[Data, int], Tree] = {}
+    for i in program.instructions:
+        if type(i) is Load and i.worker in workers:
+            row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
+            found[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
+    return found
 
 
 class _Worker:
@@ -121,7 +137,7 @@ class _Worker:
         self.residuals = stage.functions.residuals
         self.last, self.first = stage.functions.last, stage.functions.first
         self.stochastic = stage.functions.specs.draw[1] is not None
-        self.averages = stage.functions.sync_state
+        self.averages = stage.functions.average_state == "update"
         self.replicas, self.every = plan.replicas[s], plan.microbatches_an_update(s)
         self.updates_a_batch = plan.updates_a_batch(s)
         self.microbatches = plan.microbatches
@@ -132,7 +148,6 @@ class _Worker:
         self.squares: tuple[jax.Array, ...] = ()  # of the gradients of this stage and those after it
         self.norm: jax.Array | None = None
         self.done: jax.Array | None = None
-        self.averaged: tuple[Tree, Tree] | None = None
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
@@ -145,7 +160,6 @@ class _Worker:
 
     def forward(self, i: Forward) -> None:
         k = i.microbatch + self.microbatch_shift
-        self.take_late_means(k)
         params, before = self.versions[i.version + self.update_shift], self.layer_state
         x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
         (y, self.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
@@ -162,17 +176,11 @@ class _Worker:
 
     def forward_backward(self, i: ForwardBackward) -> None:
         k = i.microbatch + self.microbatch_shift
-        self.take_late_means(k)
         x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k))
         params = self.versions[i.version + self.update_shift]
         arguments = params, self.layer_state, x, labels, self.taken_sums(params), self.draw(k)
         (gradient, self.sums, self.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
-
-    def take_late_means(self, k: int) -> None:
-        """After a restore: the means of layer state that the run before took in ahead of this forward, for updates that are done."""
-        for then, total in self.buffers.pop(("late", k), ()):
-            self.layer_state = self.calls["average_state"](self.layer_state, then, total)
 
     def taken_sums(self, params: Tree) -> Tree:
         """What the batch has accumulated, nothing if the last one was set aside: the computation writes into its memory."""
@@ -183,19 +191,16 @@ class _Worker:
         if not self.first:
             self.buffers["gradient", k] = gradient
         if self.replicas > 1 and (k + self.replicas) // self.every > k // self.every:
-            self.buffers["sums", k // self.every] = self.sums, dict(self.layer_state)
+            self.buffers["sums", k // self.every] = self.sums
             self.sums = None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
         batch = i.batch + self.update_shift
-        sums, state = self.buffers.pop(("sums", batch))
-        if self.averages:
-            self.buffers["state", batch] = state
-        part = sums, floats_of(state) if self.averages else []
+        part = self.buffers.pop(("sums", batch)), floats_of(self.layer_state) if self.averages else []
         return self.transport.all_reduce(i, batch, part, self.calls["add"], self.calls["finish"])
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
-        """Keep (sums, state, (mean loss, weight) at the last stage) of all replicas for the update."""
+        """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         self.buffers["summed", i.batch + self.update_shift] = total
         if self.last and self.replica == 0:
             self.finish(i.batch + self.update_shift, total[2])
@@ -249,12 +254,10 @@ class _Worker:
             self.found.norms[batch] = self.norm
 
     def summed(self, batch: int) -> Tree:
-        """What the replicas have accumulated together; their layer states move to the mean with it."""
-        sums, total, _ = arrived(self.buffers.pop(("summed", batch)))
+        """What the replicas have accumulated together; their layer states become the mean with it if they average them now."""
+        sums, means, _ = arrived(self.buffers.pop(("summed", batch)))
         if self.averages:
-            own = self.buffers.pop(("state", batch))
-            self.layer_state = self.calls["average_state"](self.layer_state, own, total)
-            self.averaged = (own, total) if total else None
+            self.layer_state = with_floats(self.layer_state, means)
         return sums
 
     def finish(self, update: int, found: Tree) -> None:

@@ -268,7 +268,7 @@ class _Simulation:
 
     def _all_reduce(self, w: int, worker: _Worker, i: AllReduce) -> None:
         ready = self._take(w, "sums", i.batch)
-        worker.memory += self._averaged_state(worker)  # of all replicas
+        worker.memory += self._averaged_state(worker)  # the mean, which takes the place of the own one with the update
         arrived = self.sums.setdefault((worker.stage, i.batch), [])
         arrived.append((max(worker.clock, ready), worker.places[worker.position]))
         replicas = self.plan.stage_workers[worker.stage]
@@ -285,8 +285,8 @@ class _Simulation:
             self._put(replica, "summed", i.batch, summed)
 
     def _averaged_state(self, worker: _Worker) -> int:
-        """Bytes of layer state, where replicas average it."""
-        return self.costs[worker.stage].state if self.plan.sync_state else 0
+        """Bytes of layer state, where replicas average it with each update."""
+        return self.costs[worker.stage].state if self.plan.sync_state and self.schedule.flushes else 0
 
     def _is_being_summed(self, worker: _Worker, batch: int) -> bool:
         """Whether other replicas have not come to the sum that this worker waits for."""
@@ -327,7 +327,7 @@ class _Simulation:
         if self.plan.replicas[worker.stage] == 1:
             worker.pending = 0
         else:
-            worker.memory -= 2 * self._averaged_state(worker) + (cost.sums if worker.has_sums else 0)
+            worker.memory -= self._averaged_state(worker) + (cost.sums if worker.has_sums else 0)
         worker.has_sums = True
         if self.program.clips:
             k = (i.batch + 1) * self.plan.microbatches - 1
@@ -404,7 +404,6 @@ class _Simulation:
             if worker.pending != every // replicas:
                 self._fail(w, f"{i} ends a batch after {worker.pending} backwards, expected {every // replicas}")
             worker.pending, worker.has_sums = 0, False
-            worker.memory += self._averaged_state(worker)  # set aside as it is now
             self._put(w, "sums", i.microbatch // every, worker.clock)
 
     def _take_labels(self, w: int, k: int) -> float:

@@ -1,9 +1,9 @@
 """One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class StageFunctions:
         specs: shapes and dtypes for one microbatch.
         clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
         update_scale: a factor for the optimizer's updates.
-        sync_state: whether replicas average their layer state.
+        average_state: when replicas average their layer state: with each update, when it is read out of the run, or never.
         metrics: what an evaluation finds besides the loss, by name; functions like it.
     """
 
@@ -67,7 +67,7 @@ class StageFunctions:
     specs: Specs
     clip_global_norm: float | None = None
     update_scale: float = 1.0
-    sync_state: bool = False
+    average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
@@ -123,9 +123,9 @@ class StageFunctions:
         return new_params, new_state, zeros, (sums["loss"] / divisor, sums["weight"]) if self.last else None
 
     def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
-        """What replicas have summed, (sums, layer state), used up, with the (mean loss, weight) of the batch, known at the last stage."""
+        """(sums, means of the layer state, (mean loss, weight) of the batch, known at the last stage) from what replicas have summed."""
         sums, state = summed
-        return sums, state, (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
+        return sums, self.mean_state(state), (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
@@ -144,18 +144,9 @@ class StageFunctions:
         numbers = ("loss", "weight") if self.last else ("weight",)
         return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
 
-    def average_state(self, now: Tree, then: Tree, total: list[jax.Array]) -> Tree:
-        """The layer state `now`, moved by what the mean over the replicas was away from the own state `then`.
-
-        `total` is the sum of the floating-point leaves of `then` over the replicas; other leaves stay each replica's own. Where no
-        forward ran in between the result is the mean.
-        """
-        leaves, form = jax.tree.flatten(now)
-        places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
-        for i, old, added in zip(places, floats_of(then), total, strict=True):
-            mean = added / self.stage.replicas
-            leaves[i] = jnp.where(leaves[i] == old, mean, leaves[i] + (mean - old))
-        return jax.tree.unflatten(form, leaves)
+    def mean_state(self, total: list[jax.Array]) -> list[jax.Array]:
+        """The mean of each floating-point leaf of the layer state over the replicas, from their sum."""
+        return [leaf / self.stage.replicas for leaf in total]
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -163,9 +154,9 @@ class StageFunctions:
         return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
 
     @property
-    def averages_state(self) -> bool:
-        """Whether there is layer state that replicas average."""
-        return self.sync_state and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
+    def averages_when_read(self) -> bool:
+        """Whether there is layer state that replicas average when it is read out of the run."""
+        return self.average_state == "read" and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
 
     @property
     def loss_dtype(self) -> Any:
@@ -308,6 +299,12 @@ def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Ar
 def floats_of(tree: Tree) -> list[Any]:
     """The floating-point leaves (or specs), in order."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def with_floats(tree: Tree, floats: Iterable[Any]) -> Tree:
+    """The tree with other floating-point leaves, as `floats_of` gives them."""
+    leaves, form, new = *jax.tree.flatten(tree), iter(floats)
+    return jax.tree.unflatten(form, [next(new) if _is_float(leaf) else leaf for leaf in leaves])
 
 
 def _is_float(leaf: Any) -> bool:

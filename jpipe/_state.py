@@ -60,11 +60,15 @@ class State:
         workers: one `WorkerState` for each worker.
         batch: index of the next batch.
         start: the batch before which the pipeline was last empty.
+        averaged: whether replicas that are to average their layer state have done so.
+        made_by: what its pipeline is, by name: another one refuses the state.
     """
 
     workers: tuple[WorkerState, ...]
     batch: int = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
+    averaged: bool = field(metadata={"static": True}, default=True)
+    made_by: tuple[tuple[str, str], ...] = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
         flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"

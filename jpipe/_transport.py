@@ -15,6 +15,8 @@ import numpy as np
 
 from jpipe._collectives import Collective
 from jpipe._costs import nbytes
+from jpipe._errors import InputError
+from jpipe._layers import describe
 from jpipe._links import Link, Reduction
 from jpipe._processes import Processes
 from jpipe._program import AllReduce, Receive, Send
@@ -60,12 +62,12 @@ class Transport:
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
-    def compile(self, sends: Iterable[tuple[Send, Tree]], sums: Mapping[int, Tree]) -> None:
+    def compile(self, sends: Iterable[tuple[Send, Tree]], sums: Iterable[tuple[int, Tree]]) -> None:
         """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
 
         Args:
             sends: sends of all workers with the specs of what they move.
-            sums: by stage's first worker, the spec of what its replicas sum.
+            sums: a stage's first worker, and the spec of what its replicas sum; perhaps several for a stage.
         """
         for send, spec in sends:
             link = self._devices[send.worker], self._devices[send.to]
@@ -73,7 +75,7 @@ class Transport:
                 link_between(*link).compile(spec)
                 self._used[link] = link_between(*link)
                 self._specs[send.worker, send.to, send.message] = spec
-        for first, spec in sums.items():
+        for first, spec in sums:
             group = self._group(self._replicas[first])
             if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
                 reduction_over(group).compile(spec)
@@ -133,9 +135,28 @@ class Transport:
         if len(parts) < len(own):
             return {}
         del self._parts[replicas[0], batch]
-        (total, add, finish), group = parts.pop(own[0]), self._group(replicas)
+        _, add, finish = parts[own[0]]
+        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in own}, add, finish, _Words(i, batch))
+
+    def sum_replicas(
+        self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
+    ) -> Mapping[int, Tree]:
+        """Sum over the replicas of a stage what each of them has; all processes that hold some of them call it.
+
+        Args:
+            replicas: the workers.
+            parts: of those of this process; is emptied.
+            add: as in `all_reduce`.
+            finish: as in `all_reduce`.
+            words: what is waited for.
+
+        Returns:
+            As `all_reduce`, for each of them in this process.
+        """
+        own, group = list(parts), self._group(replicas)
+        total = parts.pop(own[0])
         for w in own[1:]:
-            total = add(total, jax.device_put(parts.pop(w)[0], self._devices[own[0]]))
+            total = add(total, jax.device_put(parts.pop(w), self._devices[own[0]]))
         if len(group) == 1:
             return self._copies(finish(total), own)
         others = tuple(device.process_index for device in group if device.process_index != jax.process_index())
@@ -143,7 +164,7 @@ class Transport:
             frozenset(group),
             lambda: self._copies(finish(reduction_over(group)(total)), own),
             total,
-            _Words(i, batch),
+            words,
             others,
             lambda: dict.fromkeys(own, finish.out_info),
         )
@@ -294,8 +315,22 @@ def lane_of(devices: Hashable) -> _Lane:
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:
-    """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once."""
-    return jax.tree.map(lambda leaf: np.array(leaf[start:stop]), batch)
+    """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once.
+
+    Raises:
+        InputError: they are not of the array's own dtype and shape.
+    """
+    return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
+
+
+def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
+    found = np.array(leaf[start:stop])
+    expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if found.dtype == object or (found.shape, jax.dtypes.canonicalize_dtype(found.dtype)) != (expected.shape, expected.dtype):
+        raise InputError(
+            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(found)}"
+        )
+    return found
 
 
 def to_host(batch: Tree) -> Tree:

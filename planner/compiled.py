@@ -80,9 +80,6 @@ def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[in
                 versions=rules.versions_alive(plan, s),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, replicas, sent),
-                replicas=replicas,
-                sync_state=plan.sync_state,
-                flushes=rules.flushes,
             )
         )
     return tuple(int(size) for size in found)

@@ -20,15 +20,11 @@ def stage_bytes(
     versions: Number,
     in_flight: Number,
     waiting: Number,
-    replicas: Number,
-    sync_state: bool = True,
-    flushes: bool = False,
 ) -> Number:
     """The most bytes that a worker of a stage holds while it computes, in a pipeline whose stages are about equally fast.
 
     Without a flush a replicated stage sums the gradients of one update while it makes those of the next. Both sets are there until the
-    update, the newest of `versions` is only from then on: at no time do they all take more than versions + 1 times the weights. The layer
-    state is held four times: its own, what it set aside for each of both, and what comes of the sum.
+    update, the newest of `versions` is only from then on: at no time do they all take more than versions + 1 times the weights.
 
     A gradient may arrive while the stage still does the forward before. Where stages differ in their replicas more of them can wait, and
     `simulate` count up to a quarter more.
@@ -45,12 +41,8 @@ def stage_bytes(
         versions: weight versions alive.
         in_flight: n_s, microbatches between their forward and their backward.
         waiting: stage inputs that have arrived and wait for their forward while it is busy, 0 at the first stage (see `waiting_inputs`).
-        replicas: r_s.
-        sync_state: whether replicas average layer state.
-        flushes: whether the schedule does.
     """
-    shared = np.greater(replicas, 1) & (not flushes)
-    kept = (versions + 1) * weights + optimizer + (1 + 3 * (shared & sync_state)) * state
+    kept = (versions + 1) * weights + optimizer + state
     return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 
 

@@ -234,8 +234,6 @@ class _Sweep:
             versions=versions,
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
-            replicas=width,
-            flushes=jpipe.SCHEDULES[schedule].flushes,
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))

@@ -211,8 +211,6 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 versions=problem.versions(ahead, stage.replicas),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
-                replicas=stage.replicas,
-                sync_state=problem.sync_state,
             )
         )
     return tuple(int(size) for size in held)

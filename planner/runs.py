@@ -83,8 +83,6 @@ class Runs:
             versions=problem.versions(in_flight, replicas),
             in_flight=in_flight,
             waiting=0,
-            replicas=replicas,
-            sync_state=problem.sync_state,
         )
         left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs

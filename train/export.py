@@ -35,7 +35,7 @@ def main(run: str, out: str, step: int | None, tell: Callable[[str], None]) -> N
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", tell)
-    arrays = by_name(checkpoint_files.read_layers(folder, step))
+    arrays = by_name(_averaged(folder, step, checkpoint_files.read_layers(folder, step)))
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
@@ -51,7 +51,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     """The weights among what `checkpoint_files.read_layers` (or `layer_specs`) gives.
 
     Returns:
-        The newest parameters by "layer id/path", and layer state, that of the first replica, by "layer id state/path".
+        The newest parameters by "layer id/path", and layer state, of replicas that of the first, by "layer id state/path".
 
     Raises:
         InputError: two of them have the same name.
@@ -67,6 +67,15 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
                     raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
                 found[name] = leaf
     return found
+
+
+def _averaged(folder: Path, step: int, layers: dict[str, Any]) -> dict[str, Any]:
+    """With the mean of the layer state over the replicas, where the plan of the run says that they average it."""
+    facts = checkpoint_files.read_facts(folder, step)
+    plan = facts.get("plan") if isinstance(facts, Mapping) else None
+    if isinstance(plan, str) and not jpipe.Plan.from_json(plan, where=f"the plan of the checkpoint of step {step}").sync_state:
+        return layers
+    return jpipe.average_replicas(layers)
 
 
 def by_path(tree: Any) -> dict[str, Any]:

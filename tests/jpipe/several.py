@@ -78,6 +78,9 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
     for layer_id, params in pipe.params(state).items():
         found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    for w, worker in zip(pipe._stages, state.workers, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(worker.layer_state):
+            found[f"state of worker {w}{jax.tree_util.keystr(path)}"] = leaf
     return {name: np.asarray(value) for name, value in found.items()}
 
 

@@ -1,7 +1,5 @@
 """A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
 
-import re
-
 import jax
 import numpy as np
 import optax
@@ -35,7 +33,7 @@ PLANS = {
 
 
 def plan_of(fields):
-    return jpipe.Plan.even(models.rich_stack().ids, 3, **({"microbatches": 3} | fields))
+    return jpipe.Plan.even(models.rich_stack().ids, **({"num_stages": 3, "microbatches": 3} | fields))
 
 
 def pipeline(plan, optimizer=None):
@@ -138,30 +136,56 @@ def test_a_run_goes_on_under_any_other_plan(first):
         assert np.isfinite(list(losses.values())).all()
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_means_that_came_late_go_to_the_same_forwards_whatever_the_batch_is(microbatches):
-    plan = plan_of(PLANS["2-1-1, noam"])
-    pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
-    *_, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
-    again = pipeline(plan_of(PLANS["2-1-1, noam"] | {"microbatches": microbatches}))
-    batches = models.masked_batches(2, microbatches, seed=3)
-    state = again.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
-    late = [sorted(k - 3 * microbatches for name, k in worker.buffers if name == "late") for worker in state.workers]
-    expected = [sorted({int(one["after"]) for one in layer.get("late", {}).values()}) for name, layer in sorted(found[3].items())]
-    assert sorted(map(tuple, filter(None, late))) == sorted({tuple(one) for one in expected if one}), "those of each replica"
-    assert any(late)
-    state, _ = again.step(state, batches[0])
-    state, _ = again.step(state, batches[1])
-    assert not any(name == "late" for worker in state.workers for name, *_ in worker.buffers), "all were taken in"
-    (name, plain), *_ = ((name, plain) for name, plain in found[3].items() if "late" in plain)
-    one = plain["late"]["0"]
-    strange = {"0": {"then": one["then"], "total": one["total"], "at": one["after"]}}
-    for message, late in (
-        ("'after', int32[] in the model, is not in it; was it written by jpipe?", plain["late"] | strange),
-        ("expected a dict, found float32[2]; was it written by jpipe?", np.zeros(2, np.float32)),
+def state_of(layers, layer_id):
+    """The running means and counts of each replica, as a checkpoint has them."""
+    own = [layers[name]["state"] for name in sorted(layers) if name == layer_id or name.startswith(f"{layer_id} replica ")]
+    return [one["mean"] for one in own], [int(one["count"]) for one in own]
+
+
+@pytest.fixture(scope="module")
+def of_three_replicas():
+    """The layers of a cut at batch 2 of a stage with three replicas that never flushes, and a batch."""
+    plan = plan_of({"schedule": "pipedream_2bw", "num_stages": 2, "replicas": [3, 1], "microbatches": 6})
+    pipe, batches = pipeline(plan), models.masked_batches(4, 6)
+    return trained(pipe, running.fresh(pipe, batches), batches, (2,))[3][2], batches[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        ({"schedule": "pipedream_2bw", "replicas": [3, 1]}, True),
+        ({"schedule": "pipedream_2bw", "replicas": [2, 1]}, False),
+        ({"schedule": "gpipe", "replicas": [3, 1]}, False),
+        ({"schedule": "naive", "replicas": [1, 1]}, False),
+    ],
+)
+def test_replicas_go_on_from_their_own_layer_state_or_from_the_mean(fields, own, of_three_replicas):
+    layers, batch = of_three_replicas
+    means, counts = state_of(layers, "track")
+    assert len({mean.tobytes() for mean in means}) == 3
+    old = layers["track"] | {"late": {"0": {"then": {}, "total": {}, "after": np.int32(1)}}}  # as versions before wrote; it is left out
+    again = pipeline(plan_of({"num_stages": 2, "microbatches": 6} | fields))
+    state = again.restore(jax.random.key(running.KEY), batch, layers | {"track": old}, 2)
+    mean = (means[0] + means[1] + means[2]) / np.float32(3)
+    for replica, worker in enumerate(state.workers[:-1]):
+        expected = {"mean": means[replica] if own else mean, "count": np.int32(counts[replica])}
+        running.check_equal(on_host(worker.layer_state["track"]), expected)
+    if own:  # nothing is in flight, and a drain gives the mean all the same
+        running.check_equal([on_host(worker.layer_state["track"]["mean"]) for worker in again.drain(state).workers[:-1]], [mean] * 3)
+
+
+def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
+    layers, _ = of_three_replicas
+    means, counts = state_of(layers, "track")
+    found = jpipe.average_replicas(layers)
+    assert sorted(found) == sorted(models.rich_stack().ids)
+    running.check_equal(found["track"]["state"], {"mean": (means[0] + means[1] + means[2]) / np.float32(3), "count": np.int32(counts[0])})
+    running.check_equal(found["mix"], layers["mix"])
+    strange = layers | {"track replica 1": {"state": {"mean": np.zeros(7, np.float32), "count": np.int32(0)}}}
+    with pytest.raises(
+        InputError, match=r"layer state of 'track replica 1': expected 'mean' as in the model, float32\[3\], found float32\[7\]"
     ):
-        with pytest.raises(InputError, match=re.escape(f"late means of its state: {message}")):
-            again.check_layers(batches[0], found[3] | {name: plain | {"late": late}}, 3)
+        jpipe.average_replicas(strange)
 
 
 @pytest.fixture(scope="module")

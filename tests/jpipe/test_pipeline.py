@@ -304,3 +304,66 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
         if isinstance(before.instruction, COMPUTATIONS):
             assert after.instruction.microbatch == before.instruction.microbatch + pipe.plan.microbatches
             assert after.instruction.version == before.instruction.version + 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"microbatches": 2 * M}, f"microbatches is {M} there and {2 * M} here"),
+        ({"schedule": "pipedream_2bw"}, "schedule is gpipe there and pipedream_2bw here"),
+        ({"recompute": "full"}, "recompute is none, none, none there and full, full, full here"),
+        ({"optimizer": optax.adam(0.1)}, "optimizer state is of shapes with the hash "),
+        ({"rows": 2}, r"microbatch is .*float32\[2, 3\].* there and .*float32\[4, 3\].* here"),
+    ],
+)
+def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, message):
+    made = pipeline("gpipe")
+    state = fresh(made, BATCHES)
+    fields, optimizer = dict(other), other.get("optimizer", models.momentum())
+    rows = fields.pop("rows", 1)
+    fields.pop("optimizer", None)
+    plan = Plan.even(STACK.ids, 3, **({"schedule": "gpipe", "microbatches": M} | fields))
+    batches = models.masked_batches(1, plan.microbatches, rows=rows * models.ROWS)
+    pipe = Pipeline(STACK, plan, models.masked_squares, optimizer)
+    fresh(pipe, batches)
+    for call in (pipe.drain, pipe.params, lambda state: pipe.step(state, batches[0]), lambda state: pipe.evaluate(state, batches[0])):
+        with pytest.raises(InputError, match=f"^state: another pipeline made it: {message}"):
+            call(state)
+    made.step(state, BATCHES[0])
+
+
+class Lazy:
+    """Rows that are read when they are asked for; the third time fails, or gives too few."""
+
+    def __init__(self, array, failure):
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+        self._array, self._failure, self._reads = array, failure, 0
+
+    def __getitem__(self, index):
+        self._reads += 1
+        if self._reads == 3 and self._failure is OSError:
+            raise OSError("the disk is gone")
+        return self._array[index][1:] if self._reads == 3 else self._array[index]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"), [(OSError, "the disk is gone"), (InputError, r"batch: expected rows 4 to 5 as float32\[2, 3\]")]
+)
+def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_was(failure, message):
+    pipe = pipeline("pipedream_2bw")
+    expected = train(pipe, BATCHES[:3])
+    state, losses = fresh(pipe, BATCHES), []
+    for batch in BATCHES[:3]:
+        with pytest.raises(failure, match=message):
+            pipe.step(state, (Lazy(batch[0], failure), batch[1]))
+        state, metrics = pipe.step(state, batch)
+        losses += map(float, metrics.losses.values())
+    state = pipe.drain(state)
+    check_equal((losses, pipe.params(state), layer_state(state)), tuple(expected))
+
+
+def test_a_batch_of_python_numbers_is_not_listed_number_by_number():
+    with pytest.raises(InputError) as error:
+        pipeline("gpipe").check(([[1.0] * 100] * 100, [0] * 100))
+    assert len(str(error.value)) < 500
+    assert "and 10,092 more" in str(error.value)

@@ -57,6 +57,19 @@ def test_several_processes_find_the_bits_of_one(case, as_case, count, found):
             assert value.tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.parametrize(
+    ("case", "count"), [(case, count) for count, cases in CASES.items() for case, fields in cases.items() if "replicas" in fields]
+)
+def test_replicas_in_several_processes_end_with_the_mean_of_their_layer_state(case, count, found):
+    means: dict[str, set[bytes]] = {}
+    for numbers in found[count]:
+        for name, value in of_case(case, numbers).items():
+            if match := re.match(r"state of worker \d+(.*)\['mean'\]$", name):
+                means.setdefault(match[1], set()).add(value.tobytes())
+    assert len(means) == 2, "layers with state"
+    assert all(len(values) == 1 for values in means.values()), "one mean for all replicas of a layer"
+
+
 @pytest.mark.parametrize("count", CASES)
 def test_a_plan_with_fewer_workers_than_processes_is_refused_in_all_with_both_grids(count, found):
     devices = [rf"  process {index}: cpu:\d+" for index in range(count)]
