@@ -16,7 +16,7 @@ import numpy as np
 from jpipe._collectives import Collective
 from jpipe._costs import nbytes
 from jpipe._errors import InputError
-from jpipe._layers import describe
+from jpipe._layer import describe
 from jpipe._links import Link, Reduction
 from jpipe._processes import Processes
 from jpipe._program import AllReduce, Receive, Send

@@ -91,7 +91,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
 def mean_states(state: list[Any]) -> list[Any]:
     """The layer state of each replica with the mean over all in place of its own; what is no float stays its own."""
     flat = [jax.tree.flatten(own) for own in state]
-    means = [sum(column[1:], column[0]) / len(state) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    means = [sum(column[1:], column[0]) * (1 / len(state)) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
 
     def replaced(leaf: Any, mean: Any) -> Any:
         return mean if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

@@ -166,7 +166,7 @@ def test_replicas_go_on_from_their_own_layer_state_or_from_the_mean(fields, own,
     old = layers["track"] | {"late": {"0": {"then": {}, "total": {}, "after": np.int32(1)}}}  # as versions before wrote; it is left out
     again = pipeline(plan_of({"num_stages": 2, "microbatches": 6} | fields))
     state = again.restore(jax.random.key(running.KEY), batch, layers | {"track": old}, 2)
-    mean = (means[0] + means[1] + means[2]) / np.float32(3)
+    mean = (means[0] + means[1] + means[2]) * np.float32(1 / 3)
     for replica, worker in enumerate(state.workers[:-1]):
         expected = {"mean": means[replica] if own else mean, "count": np.int32(counts[replica])}
         running.check_equal(on_host(worker.layer_state["track"]), expected)
@@ -179,7 +179,9 @@ def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
     means, counts = state_of(layers, "track")
     found = jpipe.average_replicas(layers)
     assert sorted(found) == sorted(models.rich_stack().ids)
-    running.check_equal(found["track"]["state"], {"mean": (means[0] + means[1] + means[2]) / np.float32(3), "count": np.int32(counts[0])})
+    running.check_equal(
+        found["track"]["state"], {"mean": (means[0] + means[1] + means[2]) * np.float32(1 / 3), "count": np.int32(counts[0])}
+    )
     running.check_equal(found["mix"], layers["mix"])
     strange = layers | {"track replica 1": {"state": {"mean": np.zeros(7, np.float32), "count": np.int32(0)}}}
     with pytest.raises(
