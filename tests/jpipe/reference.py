@@ -90,10 +90,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
 
 def mean_states(state: list[Any]) -> list[Any]:
     """The layer state of each replica with the mean over all in place of its own; what is no float stays its own."""
-    flat = [jax.tree.flatten(own) for own in state]
-    means = [sum(column[1:], column[0]) * (1 / len(state)) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
 
-    def replaced(leaf: Any, mean: Any) -> Any:
-        return mean if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+    def mean(own: Any, *all_: Any) -> Any:
+        return sum(all_[1:], all_[0]) * (1 / len(all_)) if jnp.issubdtype(own.dtype, jnp.inexact) else own
 
-    return [form.unflatten(map(replaced, leaves, means)) for leaves, form in flat]
+    return [jax.tree.map(mean, own, *state) for own in state]
