@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.faults import damage, kills
 from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
-from train import checkpoint_files, loop
+from jpipe.checkpoints import files as checkpoint_files
+from train import loop
 from train.config import Config
 from train.resume import find
 from train.together import Together

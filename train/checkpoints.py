@@ -1,6 +1,5 @@
 """Checkpoints of a run, taken and written while it goes on."""
 
-import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -49,7 +48,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
-        self._together, self._processes = together, together.processes
+        self._together = together
         self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
@@ -117,7 +116,7 @@ class Checkpoints:
             with self._together.working("a checkpoint to be written"):
                 writing.result()
         except OSError as error:
-            from train import checkpoint_files
+            from jpipe.checkpoints import files as checkpoint_files
 
             whole = checkpoint_files.steps(self._folder)
             kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
@@ -132,49 +131,13 @@ class Checkpoints:
         self._thread.shutdown(wait=True)
 
     def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
-        from train import checkpoint_files
+        from jpipe.checkpoints import files, save
 
-        problem: OSError | None = None
+        save(self._folder, cut, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
+        if not self._together.is_first:
+            return
+        self.written = cut.batch
         try:
-            checkpoint_files.write_layers(self._folder, cut.batch, cut.layers(), self._together.index)
-        except OSError as error:
-            problem = error
-        if self._together.is_first:
-            self._complete(cut.batch, facts, problem)
-        elif problem is not None:
-            assert self._processes is not None
-            self._processes.tell(_lacks(cut.batch, self._together.index), [])  # process 0 waits for it
-            raise problem
-
-    def _complete(self, step: int, facts: Mapping[str, Any], problem: OSError | None) -> None:
-        """Say that it is complete, or clear it away: the disk may be full."""
-        from train import checkpoint_files
-
-        without = checkpoint_files.gather(self._folder, step, self._count, _PATIENCE, lambda: self._failed(step, problem))
-        try:
-            if problem is not None:
-                raise problem
-            if without:
-                raise OSError(errno.EIO, f"process {without[0]} could not write its part")
-            checkpoint_files.complete(self._folder, step, self._count, dict(facts), self._rows())
-        except OSError:
-            checkpoint_files.discard(self._folder, step)
-            raise
-        self.written = step
-        try:
-            checkpoint_files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
+            files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
         except OSError as error:
             raise _NotRemoved(error.errno, error.strerror) from error
-
-    @property
-    def _count(self) -> int:
-        return 1 if self._processes is None else self._processes.count
-
-    def _failed(self, step: int, problem: OSError | None) -> set[int]:
-        """The processes that could not write their part, as far as they have said so; the first, which asks, if it has a problem."""
-        heard = set() if self._processes is None else {k for k in range(1, self._count) if self._processes.heard(_lacks(step, k))}
-        return heard if problem is None else heard | {0}
-
-
-def _lacks(step: int, process: int) -> str:
-    return f"the checkpoint of step {step} lacks process {process}"

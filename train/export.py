@@ -12,8 +12,8 @@ from safetensors.numpy import save
 
 import jpipe
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, resolved, shown, write_atomically
-from train import checkpoint_files
 from train.terminal import count
 
 ENDING = ".safetensors"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
 import pydantic
 
 import jpipe
@@ -85,7 +84,7 @@ class Resumed:
         Raises:
             InputError: it has other checkpoints now.
         """
-        from train import checkpoint_files
+        from jpipe.checkpoints import files as checkpoint_files
 
         if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
@@ -123,7 +122,7 @@ class Resumed:
         Raises:
             InputError: they are damaged.
         """
-        from train import checkpoint_files
+        from jpipe.checkpoints import files as checkpoint_files
 
         lines = checkpoint_files.read_metrics(self.folder, self.step).decode("utf-8", errors="ignore").splitlines()
         where = f"{self.folder}: the rows of the checkpoint of step {self.step}"
@@ -135,9 +134,9 @@ class Resumed:
         Raises:
             InputError: one of them is not in the checkpoint; a file is damaged.
         """
-        from train import checkpoint_files
+        from jpipe.checkpoints import read
 
-        return checkpoint_files.read_layers(self.folder, self.step, self._own_names(pipe))
+        return read(pipe, self.folder, self.step)
 
     def stand_ins(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
         """What has the shapes and types of `layers` and needs no memory, to be checked before they are read.
@@ -145,25 +144,9 @@ class Resumed:
         Raises:
             InputError: as `layers`, but for the contents of files.
         """
-        from train import checkpoint_files
+        from jpipe.checkpoints import stand_ins
 
-        specs = checkpoint_files.layer_specs(self.folder, self.step)
-        own = {name: specs[name] for name in self._own_names(pipe)}
-        return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), own)
-
-    def _own_names(self, pipe: jpipe.Pipeline) -> list[str]:
-        """The names in the checkpoint of the layers of this process's workers."""
-        from train import checkpoint_files
-
-        ids = own_layers(pipe)
-        there = checkpoint_files.layers_in(self.folder, self.step)
-        if missing := [layer_id for layer_id in pipe.stack.ids if layer_id not in there]:
-            raise InputError(f"{self.folder}: the checkpoint of step {self.step} lacks layer '{missing[0]}'; is it of another model?")
-        if unknown := [name for name in there if jpipe.layer_of(name, pipe.stack.ids) is None]:
-            raise InputError(
-                f"{self.folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {self.step}; is it another model?"
-            )
-        return [name for name in there if jpipe.layer_of(name, pipe.stack.ids) in ids]
+        return stand_ins(pipe, self.folder, self.step)
 
 
 def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float]) -> History:
@@ -181,12 +164,6 @@ def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Ca
     before, step = resumed.parts(), resumed.step
     updates = 0 if config.resume.optimizer == "reset" else updates_before(before[-1], resumed.plan, step)
     return History(before, part(plan, settings, devices, step, step, updates), plan, clock)
-
-
-def own_layers(pipe: jpipe.Pipeline) -> list[str]:
-    """The layers of this process's workers."""
-    own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
-    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
 
 
 def find(config: Config, resume: Resume, together: Together, say: Callable[[str], None]) -> Resumed | None:
@@ -221,7 +198,7 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
         if resume == "must":
             raise InputError(f"--resume must: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
         return None
-    from train import checkpoint_files
+    from jpipe.checkpoints import files as checkpoint_files
 
     there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
     step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))

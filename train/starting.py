@@ -92,7 +92,7 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
 
 def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> None:
     if config.checkpoint.every is not None:
-        from train import checkpoint_files
+        from jpipe.checkpoints import files as checkpoint_files
 
         checkpoint_files.begin(folder, step)
 

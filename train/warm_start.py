@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 import jpipe
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import own_layers
+from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
-from train import checkpoint_files
 from train.build import param_specs
-from train.checkpoint_records import describe
 from train.config import WarmStartConfig
 from train.export import by_name, by_path, state_name, step_of
-from train.resume import own_layers
 from train.terminal import count
 from train.together import Together
 

@@ -14,7 +14,8 @@ from rich.console import Console
 import jpipe
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
-from train import checkpoint_files, config_file, data, loop, starting
+from jpipe.checkpoints import files as checkpoint_files
+from train import config_file, data, loop, starting
 from train.build import prepare_devices
 from train.checkpoints import Checkpoints
 from train.config import Config

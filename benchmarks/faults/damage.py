@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.faults.runs import EVERY, KINDS, End, config_of, difference, end_of
 from benchmarks.planner.markdown import print_table
+from jpipe.checkpoints.files import steps
 from train import loop
-from train.checkpoint_files import steps
 from train.config import Config
 
 HOW = "cut off", "deleted", "changed"

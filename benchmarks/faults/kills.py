@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.faults.runs import KINDS, LIMIT, STEPS, End, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
-from train.checkpoint_records import MARKER
+from jpipe.checkpoints.records import MARKER
 
 PROCESSES = 4
 MOMENTS = "before the first", "during a save", "between saves"

@@ -16,7 +16,8 @@ from rich.console import Console
 import jpipe
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
-from train import checkpoint_files, data, loop, starting
+from jpipe.checkpoints import files as checkpoint_files
+from train import data, loop, starting
 from train.config import Config
 from train.progress import Reporter
 from train.resume import find

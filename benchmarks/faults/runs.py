@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train import checkpoint_files
+from jpipe.checkpoints import files as checkpoint_files
 from train.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]

@@ -47,12 +47,8 @@ def test_the_interpreter_knows_no_schedule_by_name():
 
 def test_the_public_names_are_the_listed_ones():
     defined = {name for name in vars(jpipe) if not name.startswith("_")}
-    others = {
-        "schedules",
-        "files",
-        "handshake",
-        "jaxtyping",
-    }  # a folder, public modules, and what the run-time type checks of the tests bring in
+    others = {"schedules", "checkpoints", "files", "handshake"}  # folders and public modules
+    others |= {"jaxtyping"}  # what the run-time type checks of the tests bring in
     assert defined - others == set(jpipe.__all__)
     assert len(set(jpipe.__all__)) == len(jpipe.__all__)
 

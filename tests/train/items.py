@@ -20,7 +20,7 @@ def main(address: str, index: int, folder: Path) -> None:
     import jax
     import numpy as np
 
-    from train.checkpoint_files import complete, gather, read_layers, steps, write_layers
+    from jpipe.checkpoints.files import complete, gather, read_layers, steps, write_layers
 
     jax.distributed.initialize(address, num_processes=2, process_id=index)
     assert jax.process_count() == 2

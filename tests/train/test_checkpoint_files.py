@@ -18,9 +18,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jpipe
-from tests.train.items import STEP, layers_of
-from train import checkpoint_files, checkpoint_records
-from train.checkpoint_files import (
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import records as checkpoint_records
+from jpipe.checkpoints.files import (
     begin,
     complete,
     gather,
@@ -34,8 +34,9 @@ from train.checkpoint_files import (
     verify,
     write_layers,
 )
-from train.checkpoint_records import Damaged, marker_text
-from train.orbax_item import write_item
+from jpipe.checkpoints.orbax_item import write_item
+from jpipe.checkpoints.records import Damaged, marker_text
+from tests.train.items import STEP, layers_of
 
 ROOT = Path(__file__).parents[2]
 ODD = ["", ".", "..", "a.b", "a", "a/b", "/", "%", "%2E", "0", "ü 'x' \"y\"", "line\nbreak", "x" * 300, ".zarray", "None", "{}"]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import jpipe
-from train import checkpoint_files
+from jpipe.checkpoints import files as checkpoint_files
 from train.checkpoints import Checkpoints
 from train.config import CheckpointConfig
 from train.together import Together

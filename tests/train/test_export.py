@@ -14,8 +14,9 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
-from train import build, checkpoint_files, cli, export, loop, warm_start
+from train import build, cli, export, loop, warm_start
 from train.progress import Reporter
 from train.together import Together
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train import checkpoint_files, data, loop
+from train import data, loop
 from train.export import main as export
 from train.resume import find
 from train.run_folder import OUTPUTS

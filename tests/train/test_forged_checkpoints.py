@@ -16,11 +16,12 @@ from rich.console import Console
 
 import jpipe
 from jpipe._plain import to_plain
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
+from jpipe.checkpoints.records import Damaged, describe, marker_text
 from tests.train.conftest import changed
-from train import checkpoint_files, export
+from train import export
 from train.build import build, param_specs
-from train.checkpoint_files import complete, layer_specs, newest_good, read_layers, verify, write_layers
-from train.checkpoint_records import Damaged, describe, marker_text
 from train.config import Config
 from train.progress import Reporter
 from train.resume import Facts, Resumed, find

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 import jpipe
+from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from tests.train.test_report import Page
 from tests.train.test_tensorboard import read
-from train import checkpoint_files, history, loop, optimizer, resume
+from train import history, loop, optimizer, resume
 from train.config import OptimizerConfig
 
 WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}

@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 import jpipe
+from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from tests.train.test_launch import launched, pids, wait_until_gone
 from tests.train.test_loop import rows_of
 from tests.train.test_together import by_hand
-from train import checkpoint_files, checkpoints, loop
+from train import checkpoints, loop
 from train.metrics_log import RunStopped
 from train.preemption import Preemption
 

@@ -12,8 +12,9 @@ import pytest
 
 import jpipe
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from tests.train.test_loop import changed, rows_of
-from train import checkpoint_files, checkpoints, loop
+from train import checkpoints, loop
 from train.config import Config
 from train.launch import JOB
 from train.metrics_log import RunStopped

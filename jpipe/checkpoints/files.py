@@ -2,7 +2,7 @@
 
 A checkpoint of the run in folder RUN, after 40 batches and by two processes, is the folder RUN/checkpoints/00000040:
 
-    process-0/  process-1/            one Orbax item for each process: the layers it owns (train/orbax_item.py)
+    process-0/  process-1/            one Orbax item for each process: the layers it owns (jpipe/checkpoints/orbax_item.py)
     process-0.json  process-1.json    written when that item is whole: its layers, and the size and SHA-256 of each of its files
     metrics.jsonl                     the run's rows up to then
     checkpoint.json                   the marker, written last: SHA-256 of the files above and of itself, and the run's facts
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
+from jpipe.checkpoints.orbax_item import Tree, item_specs, read_item, write_item
+from jpipe.checkpoints.records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
 from jpipe.files import make_folder, to_disk, write_atomically
-from train.checkpoint_records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
-from train.orbax_item import Tree, item_specs, read_item, write_item
 
 
 def begin(folder: Path, step: int | None) -> None:
@@ -146,8 +146,9 @@ def discard(folder: Path, step: int) -> None:
         _remove(_place(folder, step))
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: str | Path) -> list[int]:
     """The steps of the checkpoints that are complete (they may be damaged since), ascending."""
+    folder = Path(folder)
     return [step for step in _numbers(folder) if (_place(folder, step) / MARKER).exists()]
 
 

@@ -1,0 +1,180 @@
+"""Checkpoints of a run: written while it goes on, and read under any plan. `jpipe train` uses these functions.
+
+A public module of its own, `jpipe.checkpoints`: importing `jpipe` does not import Orbax. Layout and hashes: `jpipe.checkpoints.files`.
+"""
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe._batch import Batch
+from jpipe._cut import Cut, layer_of
+from jpipe._errors import InputError
+from jpipe._pipeline import Pipeline, join_processes
+from jpipe._plain import Plain
+from jpipe._processes import Processes
+from jpipe._state import State
+from jpipe.checkpoints import files
+from jpipe.checkpoints.files import prune, steps
+from jpipe.files import resolved
+
+__all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
+
+
+def save(
+    folder: str | Path,
+    cut: Cut,
+    *,
+    facts: Any = None,
+    rows: Callable[[], bytes] = lambda: b"",
+    keep: int | None = None,
+    limit: float = 600.0,
+    processes: Processes | None = None,
+) -> None:
+    """Write a checkpoint, the folder `checkpoints/00000040` for a cut at batch 40; returns when it is whole and on the disk.
+
+    In a run of several processes all call this, each writes the layers it has, and process 0 says that it is complete.
+
+    Args:
+        folder: of the run; the same for all processes, which share its file system.
+        cut: from `Pipeline.cut`, complete.
+        facts: anything that JSON can say, for `files.read_facts`.
+        rows: gives the metrics so far, for `files.read_metrics`; process 0 asks once the parts are written.
+        keep: so many of the newest checkpoints stay, older ones are removed; None: all stay. With other rules, see `prune`.
+        limit: seconds that process 0 waits for the others.
+        processes: of the run; by default those of `jpipe.join_processes`.
+
+    Raises:
+        OSError: the disk is full, say; nothing is left of this checkpoint.
+        TimeoutError: another process did not write its part.
+        InputError: `folder` cannot be used, or `cut` is not complete.
+    """
+    if not cut.complete:
+        raise InputError(f"checkpoint: expected a complete cut, found one at batch {cut.batch} whose run has not come to it yet; step on")
+    place, processes = resolved(str(folder), "folder"), processes or join_processes()
+    index = 0 if processes is None else processes.index
+    problem: OSError | None = None
+    try:
+        files.write_layers(place, cut.batch, cut.layers(), index)
+    except OSError as error:
+        problem = error
+    if index == 0:
+        _complete(place, cut.batch, processes, problem, facts, rows, limit)
+        if keep is not None:
+            prune(place, keep)
+        return
+    assert processes is not None
+    processes.tell(_ended(cut.batch, index, well=problem is None), [])  # process 0 waits for it
+    if problem is not None:
+        raise problem
+
+
+def load(pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step: int | None = None) -> State | None:
+    """The state of a run before a batch, everything compiled; the run goes on as if it had not ended. See `Pipeline.restore`.
+
+    Args:
+        pipe: what is to go on, perhaps under another plan than the run had.
+        folder: of the run, one of `jpipe train` too.
+        key: of the run, as it was given to `Pipeline.init`.
+        batch: as in `Pipeline.init`; only shapes and dtypes are used.
+        step: of the checkpoint, the batches that its weights have seen; None: the newest that is whole.
+
+    Returns:
+        The state; its `batch` is the step. None where `step` is None and the folder has no whole checkpoint.
+
+    Raises:
+        InputError: a checkpoint of another model or optimizer, a damaged one, no such step, or no whole one where there are some.
+
+    Example:
+        >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
+    """
+    place = resolved(str(folder), "folder")
+    found = files.newest_good(place, lambda line: None) if step is None else step
+    if found is None:
+        if steps(place):
+            raise InputError(f"{place}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")
+        return None
+    if found not in steps(place):
+        raise InputError(f"step: expected one of {', '.join(map(str, steps(place))) or 'none at all'}, those in '{place}', found {found}")
+    pipe.check_layers(batch, stand_ins(pipe, place, found), found)
+    return pipe.restore(key, batch, read(pipe, place, found), found)
+
+
+def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
+    """The layers of this process's workers, read and held against their hashes; what `Pipeline.restore` takes.
+
+    Args:
+        pipe: what is to go on.
+        folder: of the run.
+        step: of the checkpoint.
+
+    Raises:
+        InputError: one of them is not in the checkpoint; a file is damaged.
+    """
+    return files.read_layers(folder, step, _own_names(pipe, folder, step))
+
+
+def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
+    """What has the shapes and types of `read` and needs no memory, for `Pipeline.check_layers` before anything is read.
+
+    Args:
+        pipe: what is to go on.
+        folder: of the run.
+        step: of the checkpoint.
+
+    Raises:
+        InputError: as `read`, but for the contents of files.
+    """
+    specs = files.layer_specs(folder, step)
+    own = {name: specs[name] for name in _own_names(pipe, folder, step)}
+    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), own)
+
+
+def own_layers(pipe: Pipeline) -> list[str]:
+    """The layers of this process's workers."""
+    own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
+    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
+
+
+def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
+    """The names in the checkpoint of the layers of this process's workers."""
+    ids, there = own_layers(pipe), files.layers_in(folder, step)
+    if missing := [layer_id for layer_id in pipe.stack.ids if layer_id not in there]:
+        raise InputError(f"{folder}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")
+    if unknown := [name for name in there if layer_of(name, pipe.stack.ids) is None]:
+        raise InputError(f"{folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {step}; is it another model?")
+    return [name for name in there if layer_of(name, pipe.stack.ids) in ids]
+
+
+def _complete(
+    place: Path, step: int, processes: Processes | None, problem: OSError | None, facts: Any, rows: Callable[[], bytes], limit: float
+) -> None:
+    """Say that it is complete, or clear it away: the disk may be full."""
+    count, end = 1 if processes is None else processes.count, time.monotonic() + limit
+
+    def heard(k: int, well: bool) -> bool:
+        return processes is not None and processes.heard(_ended(step, k, well=well))
+
+    # A part of an earlier attempt may be there: only the process itself knows when that of this one is.
+    while time.monotonic() < end and not all(heard(k, True) or heard(k, False) for k in range(1, count)):
+        time.sleep(0.02)
+    failed = {k for k in range(1, count) if heard(k, False)} | ({0} if problem is not None else set())
+    without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
+    try:
+        if problem is not None:
+            raise problem
+        if without:
+            raise OSError(errno.EIO, f"process {without[0]} could not write its part")
+        files.complete(place, step, count, facts, rows())
+    except OSError:
+        files.discard(place, step)
+        raise
+
+
+def _ended(step: int, process: int, *, well: bool) -> str:
+    return f"process {process} {'has written' if well else 'could not write'} its part of the checkpoint of step {step}"

@@ -1,0 +1,74 @@
+"""Checkpoints from Python: a loop of the user's own that saves, is stopped and goes on."""
+
+import jax
+import numpy as np
+import pytest
+
+from jpipe import InputError, Pipeline, Plan, checkpoints
+from jpipe.checkpoints import files
+from tests.jpipe import models
+from tests.jpipe.running import KEY, check_equal
+
+STACK = models.rich_stack()
+
+
+def pipeline(schedule="pipedream_2bw", num_stages=3) -> Pipeline:
+    return Pipeline(STACK, Plan.even(STACK.ids, num_stages, schedule, 3), models.masked_squares, models.momentum())
+
+
+def train(pipe, batches, folder, until):
+    """A loop as docs/checkpoints.md shows it; the losses by batch, and the parameters in the end."""
+    key, cut, losses = jax.random.key(KEY), None, {}
+    state = checkpoints.load(pipe, folder, key, batches[0]) or pipe.init(key, batches[0])
+    for t in range(state.batch, until):
+        if cut is None and (t + 1) % 2 == 0:
+            cut = pipe.cut(t + 1)
+        state, metrics = pipe.step(state, batches[t], observe=cut)
+        losses |= metrics.losses
+        if cut is not None and cut.complete:
+            checkpoints.save(folder, cut, keep=2, facts={"note": t})
+            cut = None
+    state = pipe.drain(state, observe=cut)
+    return {t: float(loss) for t, loss in losses.items()}, jax.tree.map(np.asarray, pipe.params(state))
+
+
+def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+    pipe, batches = pipeline(), models.masked_batches(8, 3)
+    losses, params = train(pipe, batches, tmp_path / "whole", 8)
+    train(pipe, batches, tmp_path / "parts", 6)
+    last = checkpoints.steps(tmp_path / "parts")[-1]
+    assert last < 6
+    again, found = train(pipe, batches, tmp_path / "parts", 8)
+    assert again == {t: loss for t, loss in losses.items() if t >= last}
+    check_equal(found, params)
+    assert len(checkpoints.steps(tmp_path / "parts")) == 2
+    assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
+
+
+def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+    pipe, batches = pipeline(), models.masked_batches(6, 3)
+    train(pipe, batches, tmp_path, 6)
+    step, other = checkpoints.steps(tmp_path)[0], pipeline("gpipe", 2)
+    state = checkpoints.load(other, tmp_path, jax.random.key(KEY), batches[0], step)
+    assert state.batch == step
+    newest = {name: plain["params"]["0"] for name, plain in files.read_layers(tmp_path, step).items()}
+    check_equal(jax.tree.map(np.asarray, other.params(state)), newest)
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
+    pipe, batches = pipeline(), models.masked_batches(4, 3)
+    key = jax.random.key(KEY)
+    assert checkpoints.load(pipe, tmp_path / "none", key, batches[0]) is None
+    pipe.init(key, batches[0])
+    with pytest.raises(InputError, match="expected a complete cut, found one at batch 2 whose run has not come to it yet"):
+        checkpoints.save(tmp_path, pipe.cut(2))
+    train(pipe, batches, tmp_path, 4)
+    (step,) = checkpoints.steps(tmp_path)
+    with pytest.raises(InputError, match=rf"step: expected one of {step}, those in '.*', found 7"):
+        checkpoints.load(pipe, tmp_path, key, batches[0], 7)
+    other = models.plain_stack()
+    with pytest.raises(InputError, match=r"the checkpoint of step \d lacks layer 'layer0'; is it of another model\?"):
+        checkpoints.load(Pipeline(other, Plan.even(other.ids, 2, "gpipe", 3), models.squares, models.momentum()), tmp_path, key, batches[0])
+    (tmp_path / "checkpoints" / f"{step:08d}" / "metrics.jsonl").write_text("changed")
+    with pytest.raises(InputError, match="none of its checkpoints is whole"):
+        checkpoints.load(pipe, tmp_path, key, batches[0])
