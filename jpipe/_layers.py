@@ -1,6 +1,7 @@
 """The model as an ordered mapping of layers."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jpipe._errors import InputError, callers_code, cause, shortened
 from jpipe._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
 
 Tree = Any  # a pytree of arrays
+
+_SETTINGS = "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl"  # that change specs
 
 
 class LayerStack:
@@ -50,7 +53,14 @@ class LayerStack:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
         _refuse_shared_modules(layers)
-        self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, adapt(layer_id, layer)) for layer_id, layer in layers.items()}
+        same: dict[int, Layer] = {}
+        for layer_id, layer in layers.items():
+            if id(layer) not in same:
+                same[id(layer)] = adapt(layer_id, layer)
+        self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
+        self._given = {layer_id: id(layer) for layer_id, layer in layers.items()}
+        self._alive = list(layers.values())  # so that no id() is used twice
+        self._known: dict[Any, LayerSpec] = {}
         _refuse_shared_owners(self.layers)
 
     @property
@@ -128,9 +138,18 @@ class LayerStack:
         except TypeError:  # text, objects
             raise InputError(f"inputs: expected arrays of numbers, found {describe(inputs)}") from None
         for layer_id in self.layers if ids is None else ids:
-            found[layer_id] = self._spec(layer_id, before, x)
+            like = self._like(layer_id, x)
+            if like not in self._known:
+                self._known[like] = self._spec(layer_id, before, x)
+            found[layer_id] = self._known[like]
             before, x = layer_id, found[layer_id].output
         return found
+
+    def _like(self, layer_id: str, x: Tree) -> Any:
+        """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
+        leaves, form = jax.tree.flatten(x)
+        settings = tuple(jax.config.values[name] for name in _SETTINGS)
+        return self._given[layer_id], layer_id == self.ids[-1], form, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """The shapes and dtypes around one layer, whose input `x` comes from `before`."""
@@ -185,7 +204,11 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
     """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
     seen: dict[int, str] = {}
     alive = []  # keeps the built modules alive, so that an id() is not used twice
+    calls = Counter[int]()
     for layer_id, layer in layers.items():
+        calls[id(layer)] += 1
+        if calls[id(layer)] > 2:
+            continue  # what one constructor hands out twice shows in two calls
         if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer) or not has_parameter(layer, "rngs"):
             continue
 

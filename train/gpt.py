@@ -21,7 +21,8 @@ SYMBOLS = 256
 
 def gpt(config: ModelConfig) -> jpipe.LayerStack:
     """The layers `embed`, `block_0` … `block_{depth-1}`, `head`, as constructors: nothing is allocated here."""
-    blocks = {f"block_{i}": partial(Block, config) for i in range(config.depth)}
+    block = partial(Block, config)  # one object, so that jpipe traces it once
+    blocks = {f"block_{i}": block for i in range(config.depth)}
     return jpipe.LayerStack({"embed": partial(Embed, config), **blocks, "head": partial(Head, config)})
 
 

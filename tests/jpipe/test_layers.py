@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from functools import partial
 from typing import Any
 
 import jax
@@ -282,3 +283,30 @@ def test_planning_allocates_nothing():
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
     pipe.check((np.zeros((2, 100_000), np.float32), np.zeros((2, 100_000), np.float32)))
     assert len(jax.live_arrays()) == before
+
+
+def test_layers_of_one_constructor_are_traced_once():
+    calls = {"built": 0, "forward": 0}
+
+    class Block(nnx.Module):
+        def __init__(self, *, rngs):
+            calls["built"] += 1
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            calls["forward"] += 1
+            return self.linear(x)
+
+    block = partial(Block)
+    shared = LayerStack({"in": jnp.tanh, **{f"block {i}": block for i in range(50)}})
+    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    specs = shared.specs(x)
+    assert shared.specs(x) == specs
+    assert calls["built"] < 10
+    assert calls["forward"] < 10
+    own = LayerStack({"in": jnp.tanh, **{f"block {i}": partial(Block) for i in range(50)}})
+    assert specs == own.specs(x)
+    assert calls["forward"] >= 100
+    key = jax.random.key(0)
+    first, second = (shared.init_layer(f"block {i}", key, jnp.ones((2, 4)))[0]["linear"]["kernel"] for i in (0, 1))
+    assert not jnp.array_equal(first, second)  # each has parameters of its own
