@@ -194,7 +194,7 @@ class _Simulation:
                 else:
                     _HANDLERS[type(instruction)](self, w, worker, instruction)
                     worker.position += 1
-                    if isinstance(instruction, AllReduce):
+                    if isinstance(instruction, AllReduce) and not self._is_being_summed(worker, instruction.batch):
                         waiting.extend(self.plan.stage_workers[worker.stage])
                 if worker.memory > worker.peak:
                     worker.peak = worker.memory

@@ -46,8 +46,9 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link: jpipe
                     loads[port] += plan.microbatches / pairs * size / crossed.bandwidth
     for s in range(plan.depth):
         ring = _ring(plan, s, link)
+        seconds = plan.updates_a_batch(s) * _sending(costs[s].sums, ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
-            loads[port] += plan.updates_a_batch(s) * _sending(costs[s].sums, ring)
+            loads[port] += seconds
     return max(loads.values(), default=0.0)
 
 

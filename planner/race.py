@@ -15,8 +15,13 @@ from planner.topology import Topology
 
 SLACK = 0.005  # share by which one that is not simulated might be faster than the fastest; plans so near count as equally fast
 MOST_SIMULATED = 40
-MOST_IN_ALL = 200_000  # forwards of all simulations: some ten seconds
+MOST_IN_ALL = 80_000  # forwards of all simulations, and what bounds cost besides in forwards: some ten seconds
+_FOR_SHOW = 0.4  # share of it after which only those that might win are simulated
+_FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
 _OF_A_KIND = 0.05  # share by which a bound has to beat the best of its kind, where the kind cannot win
+
+
+_Bound = Callable[[jpipe.Plan, Sequence[jpipe.StageCost], Topology], float]
 
 
 class Outcome(NamedTuple):
@@ -66,13 +71,14 @@ class Race:
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self._profile, self._topology, self._candidates, self._known = profile, topology, candidates, known
-        self._run, self._count, self._forwards = simulate, 0, 0
+        self._run, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds a row
         self._of_kind: dict[tuple[object, ...], float] = {}
         self._planned = lru_cache(maxsize=256)(self._plan)
-        self._queue = [_Entry(0.0, place, 0) for place in range(len(candidates))]
+        # the best by closed form runs first, for others to be measured by
+        self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
         passed: list[_Entry] = []
-        while self._queue and self._count < MOST_SIMULATED and self._forwards < MOST_IN_ALL:
+        while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
             if entry.a_row * (1 + SLACK) < self._fastest or self._is_news(entry, kinds):
                 self._go_on(entry)
@@ -85,7 +91,7 @@ class Race:
     def _is_news(self, entry: _Entry, kinds: int) -> bool:
         """Whether a candidate that cannot be the fastest is of a kind that is to be shown and of which none that is as fast is known."""
         best = self._of_kind.get(self._candidates[entry.place].kind)
-        if len(self._of_kind) >= kinds:
+        if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
             return False
         return best is None or entry.a_row * (1 + _OF_A_KIND) < best
 
@@ -102,7 +108,7 @@ class Race:
         if outcome is None:
             self._count += 1
             count = forwards(self._planned(candidate)[0])
-            self._forwards += count if count <= MOST_FORWARDS else 0  # it is not simulated
+            self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
             outcome = self._run(candidate)
         if not outcome.fits:
             self.too_large.append(candidate)
@@ -117,7 +123,10 @@ class Race:
         return plan, self._profile.stage_costs(plan, candidate.rows)
 
     def _bound(self, candidate: Candidate, which: int) -> float:
-        return _BOUNDS[which](*self._planned(candidate), self._topology)
+        plan, costs = self._planned(candidate)
+        bound, cost = _BOUNDS[which]
+        self._spent += cost(plan)
+        return bound(plan, costs, self._topology)
 
 
 def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
@@ -126,9 +135,17 @@ def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: To
     return unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
 
 
-_BOUNDS: tuple[Callable[[jpipe.Plan, Sequence[jpipe.StageCost], Topology], float], ...] = (
-    lambda plan, costs, topology: busy_seconds(plan, costs, topology.cores),
-    lambda plan, costs, topology: port_seconds(plan, costs, network(plan, topology)),
-    _unhindered,
+def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+    return busy_seconds(plan, costs, topology.cores)
+
+
+def _port(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+    return port_seconds(plan, costs, network(plan, topology))
+
+
+_BOUNDS: tuple[tuple[_Bound, Callable[[jpipe.Plan], int]], ...] = (
+    (_busy, lambda plan: 0),
+    (_port, lambda plan: len(plan.workers) // _FREE_WORKERS),
+    (_unhindered, lambda plan: min(forwards(plan), MOST_FORWARDS) // _FREE_FORWARDS),
 )
-"""The ones that are found quickly first."""
+"""The ones that are found quickly first, with what they cost."""

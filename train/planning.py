@@ -35,6 +35,7 @@ from train.terminal import count
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart
 LOCAL = "local"
+MANY_WORKERS = 4096  # for which a search is announced as a long one
 _NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 
 
@@ -188,6 +189,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     if len(schedules) < len(allowed):
         never = ", ".join(name for name in allowed if name not in schedules)
         reporter.say(f"left out, for they never flush and optimizer.clip_global_norm needs that: {never}")
+    if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
+        reporter.say(
+            f"PipeDream's stages are searched exactly, which takes minutes for {topology.num_workers:,} workers; "
+            "--schedules without pipedream leaves that out"
+        )
     exact = not request.up_to
     found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
     used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
