@@ -17,6 +17,7 @@ from jpipe import InputError, nearest
 from planner.profile import AtSize, LayerProfile, Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_MOST = {"ms": 1e9, "bytes": 1e13}  # what sums of thousands of layers can be counted with
 _EXAMPLE = f"'nodeN -- DESCRIPTION -- {', '.join(f'{name}=NUMBER' for name in _FIELDS)}'"
 
 _LONGEST = 10_000  # characters of a line; published profiles have a few hundred
@@ -127,6 +128,9 @@ def _number(text: str, key: str, place: str) -> float:
         values = [math.nan]
     if not (all(value >= 0 for value in values) and sum(values) < math.inf):
         raise InputError(f"{place}: {key}: expected a number, 0 or above, found {_short(text)}")
+    unit = "ms" if key.endswith("_time") else "bytes"
+    if sum(values) > _MOST[unit]:
+        raise InputError(f"{place}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
     return sum(values)
 
 

@@ -14,7 +14,7 @@ from jpipe import InputError
 FORMAT = "jpipe-profile/1"
 
 Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums of them stay within 64 bits
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums of them stay numbers
 
 
 class _Data(pydantic.BaseModel):

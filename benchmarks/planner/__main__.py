@@ -1,7 +1,7 @@
-"""`python -m benchmarks.planner [speed] [papers] [2bw] [here] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [papers] [2bw] [here] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
-`speed` times the searches, `papers` and `2bw` hold them against the papers' experiments without any of their GPUs, `here` trains on this
-machine and holds measurements against predictions.
+`speed` times the searches, `choice` holds the chosen plan against simulating every candidate, `papers` and `2bw` hold the searches
+against the papers' experiments without any of their GPUs, `here` trains on this machine and holds measurements against predictions.
 """
 
 import argparse
@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import here, paper_2bw, paper_pipedream, speed
+from benchmarks.planner import choice, here, paper_2bw, paper_pipedream, speed
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
+    "choice": choice.main,
     "papers": lambda _: paper_pipedream.main(),
     "2bw": lambda _: paper_2bw.main(),
     "here": lambda _: here.main(),
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profiles", metavar="FOLDER", help="of `choice`: a folder with a graph.txt in each of its folders")
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)
 
 

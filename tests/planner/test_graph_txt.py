@@ -67,6 +67,11 @@ def test_ties_go_to_the_smaller_number_and_not_to_the_smaller_text():
         ([node("node1", backward=-1)], "some.txt, line 1: backward_compute_time: expected a number, 0 or above, found '-1.000'"),
         ([node("node1", size="[1.0; x]")], "some.txt, line 1: activation_size: expected a number, 0 or above, found '[1.0; x]'"),
         ([node("node1", size="[1e308; 1e308]")], "some.txt, line 1: activation_size: expected a number"),
+        ([node("node1", forward=1e308)], "some.txt, line 1: forward_compute_time: expected at most 1e+09 ms, found '1000000"),
+        ([node("node1", backward=1e16)], "some.txt, line 1: backward_compute_time: expected at most 1e+09 ms, found '1000000"),
+        ([node("node1", size="1e300")], "some.txt, line 1: activation_size: expected at most 1e+13 bytes, found '1e300'"),
+        ([node("node1", size="[9e12; 9e12]")], "some.txt, line 1: activation_size: expected at most 1e+13 bytes, found '[9e12; 9e12]'"),
+        ([node("node1", weights=1e16)], "some.txt, line 1: parameter_size: expected at most 1e+13 bytes, found '1000000"),
         ([node("node1", size="1.0")[:-30]], "some.txt, line 1: expected 'nodeN"),
         ([node("conv")], "some.txt, line 1: expected 'nodeN"),
         (

@@ -1,0 +1,118 @@
+"""What the choice loses against simulating every candidate, and what it costs: on profiles of a folder, or on random ones."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner.markdown import print_table
+from planner.candidate import Candidate
+from planner.candidates import find_candidates
+from planner.choose import Ranked, choose
+from planner.graph_txt import read_graph_txt
+from planner.profile import Profile
+from planner.simulated import simulated
+from planner.topology import Topology
+
+TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 workers
+MICROBATCHES = (16, 64)  # of a batch
+RANDOM = 6
+BY_CLOSED_FORM = 10  # kinds that were simulated when the closed form alone said which; up to four times as many where it was too good
+
+
+def main(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure, print, and give the figures.
+
+    Args:
+        options: `profiles`, a folder with a `graph.txt` in each of its folders; None: random profiles.
+    """
+    rows = []
+    for name, profile in _profiles(options.profiles):
+        for cluster in TOPOLOGIES:
+            file = Path(__file__).parents[2] / "configs" / "topologies" / f"{cluster}.yaml"
+            topology = Topology.from_yaml(file.read_text(encoding="utf-8"))
+            rows += [{"profile": name, "topology": cluster, **_measured(profile, topology, count)} for count in MICROBATCHES]
+    shown = [
+        (
+            row["profile"],
+            row["topology"],
+            row["microbatches"],
+            row["candidates"],
+            *(f"{row[key]:.1%}" for key in ("closed_form_loss", "loss")),
+            *(f"{row[key]:.1f} s" for key in ("closed_form_seconds", "seconds", "all_seconds")),
+        )
+        for row in rows
+    ]
+    head = ("profile", "topology", "m", "candidates", "loss by closed form", "loss", "by closed form", "choice", "simulating all")
+    print_table(head, shown)
+    return rows
+
+
+def _profiles(folder: str | None) -> Iterator[tuple[str, Profile]]:
+    """By name; a minibatch of a `graph.txt` counts as a row, for it makes no difference here."""
+    if folder is not None:
+        for path in sorted(Path(folder).expanduser().glob("*/graph.txt")):
+            yield path.parent.name, read_graph_txt(path.read_text(encoding="utf-8"), 1)
+    else:
+        yield from ((f"random {seed}", _random(seed)) for seed in range(RANDOM))
+
+
+def _random(seed: int) -> Profile:
+    """Twenty layers of which no two are alike, with sizes for which the links of the clusters matter."""
+    random, count, layers = np.random.default_rng(seed), 20, []
+    forwards, outputs, weights = random.exponential(5e-3, count), 10 ** random.uniform(5.5, 7.5, count), 10 ** random.uniform(5, 8, count)
+    for n, (forward, out, size) in enumerate(zip(forwards.tolist(), outputs.tolist(), weights.tolist(), strict=True)):
+        at = {"forward": forward, "backward": 2 * forward, "outputs": int(out), "residuals": {"none": int(2 * out)}}
+        layers.append({"id": f"layer {n}", "weights": int(size), "optimizer": int(size), "at": [at]})
+    return Profile(source="analytic", sizes=[1], inputs=[10**6], labels=[0], layers=layers)
+
+
+def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any]:
+    begin = time.process_time()
+    candidates = find_candidates(profile, topology, count)
+    found = time.process_time()
+    choice = choose(profile, topology, candidates)
+    chosen = time.process_time()
+    # all of them, by the same simulator
+    fitting = sorted((candidate for candidate in candidates if candidate.over is None), key=lambda candidate: candidate.rank)
+    everything, seconds = {}, {}
+    for candidate in fitting:
+        begun = time.process_time()
+        everything[candidate] = _simulated(profile, topology, candidate)
+        seconds[candidate] = time.process_time() - begun
+    limit = topology.device.memory or float("inf")
+    fast = {candidate: one.samples_per_second for candidate, one in everything.items() if max(one.memory) <= limit}
+    best = max(fast.values())
+    before = _by_closed_form(fitting, fast)
+    return {
+        "microbatches": count,
+        "candidates": len(fitting),
+        "loss": 1 - fast[choice.ranked[0].candidate] / best,
+        "closed_form_loss": 1 - max(fast.get(candidate, 0.0) for candidate in before) / best,
+        "seconds": chosen - begin,
+        "closed_form_seconds": found - begin + sum(seconds[candidate] for candidate in before),
+        "all_seconds": found - begin + sum(seconds.values()),
+        "simulated": sum(one.simulated is not None for one in choice.ranked),
+    }
+
+
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate) -> Ranked:
+    plan = candidate.plan(profile.ids)
+    return Ranked(candidate, simulated(plan, profile.stage_costs(plan, candidate.rows), topology))
+
+
+def _by_closed_form(fitting: list[Candidate], fast: dict[Candidate, float]) -> list[Candidate]:
+    """The candidates that are simulated when one stands for its kind, and closed forms say which and how many."""
+    first: dict[tuple[object, ...], Candidate] = {}
+    for candidate in fitting:
+        first.setdefault(candidate.kind, candidate)
+    taken: list[Candidate] = []
+    for candidate in first.values():
+        reached = max((fast.get(one, 0.0) for one in taken), default=0.0)
+        if len(taken) >= 4 * BY_CLOSED_FORM or (len(taken) >= BY_CLOSED_FORM and candidate.samples_per_second <= reached):
+            break
+        taken.append(candidate)
+    return taken
