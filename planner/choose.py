@@ -128,9 +128,9 @@ def choose(
 
     race = Race(profile, topology, fitting, run, known, most)
     best: dict[tuple[object, ...], Ranked] = {}
-    for candidate in sorted(race.finished, key=lambda one: (-tried[one].samples_per_second, one.rank)):
-        best.setdefault(candidate.kind, tried[candidate])
-    ranked = _in_order([_explained(profile, topology, one, clips) for one in best.values()])
+    for one in _in_order([tried[candidate] for candidate in race.finished]):
+        best.setdefault(one.candidate.kind, one)
+    ranked = [_explained(profile, topology, one, clips) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
     rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
