@@ -1,21 +1,23 @@
-"""The entry point of `jpipe`: exit codes 0 done or saved, 1 diverged, 2 bad input, 130 interrupted. Commands: `train.commands`."""
+"""The entry point of `jpipe`: exit codes 0 done or saved, 1 failed, 2 bad input, 130 interrupted. Commands: `train.commands`."""
 
 import importlib.metadata
 import io
 import sys
 from collections.abc import Sequence
 
-from train import interrupt
+from train import interrupt, output, signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (by default the process's own) and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without "→" is no reason to stop
-    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
-        print(f"jpipe {importlib.metadata.version('jpipe')}")  # not from the package itself, which imports JAX
-        return 0
-    with interrupt.watched():
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    trains = given[:1] in (["train"], ["launch"])
+    with signals.as_usual_in_process_1(), output.steady(ends=not trains), interrupt.watched():
+        if given == ["--version"]:
+            print(f"jpipe {importlib.metadata.version('jpipe')}")  # not from the package itself, which imports JAX
+            return 0
         try:
             with interrupt.held():  # modules in C may crash when interrupted
                 from train import commands

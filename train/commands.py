@@ -1,6 +1,7 @@
 """The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export` and `configs`."""
 
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -51,13 +52,13 @@ def train(
     interrupt.check()
 
     keep_freed_memory()
-    code, count = 0, 1
+    code, count, summary = 0, 1, None
     try:
         overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
         distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(coordinator, num_processes, process_id, connect_limit, secret_file)
-        loop.main(settings, count, connect_limit, wait_limit, resume)
+        summary = loop.main(settings, count, connect_limit, wait_limit, resume)
     except InputError as error:
         code = _fail(str(error), 2)
     except together.ToldElsewhere as error:
@@ -83,7 +84,8 @@ def train(
             code = code or _fail(printable(str(error)), 1)
         if count > 1 and code:
             distributed.leave_at_once(code)
-    return code
+    saved_at_ctrl_c = summary is not None and summary.stopped_by == signal.SIGINT
+    return code or (128 + signal.SIGINT if saved_at_ctrl_c else 0)
 
 
 @app.command

@@ -115,8 +115,7 @@ def stop() -> None:
 
     Say first how the run ended: from here on this process may be ended without a word.
 
-    Where a process is gone, nobody waits for it. Where one hangs, process 0 waits for it some seconds; if it is process 0 that hangs,
-    JAX ends the others by SIGABRT within a minute.
+    Where a process is gone, nobody waits for it. Where one hangs, the others wait for it some seconds.
 
     Raises:
         PeerLost: another process was lost before all were done.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from train import signals
 from train.terminal import printable
 
 _pressed = False
@@ -58,6 +59,11 @@ def pressed() -> bool:
     return _pressed
 
 
+def is_ours() -> bool:
+    """Whether this is inside `watched`, and Ctrl-C was not pressed yet."""
+    return signal.getsignal(signal.SIGINT) is _press
+
+
 def words(error: BaseException) -> str | None:
     """What to tell of an error that Ctrl-C came out as, in one line; None if it is another one."""
     # Where the KeyboardInterrupt met C code, it may come out as any other error.
@@ -70,6 +76,6 @@ def words(error: BaseException) -> str | None:
 def _press(number: int, frame: FrameType | None) -> None:
     global _pressed
     _pressed = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signals.usual(signal.SIGINT))
     if not _held:
         raise KeyboardInterrupt

@@ -12,8 +12,9 @@ from jax.extend import backend
 from jpipe import InputError
 from train.rendezvous import Address
 
-# Without a heartbeat for so long JAX ends the process by SIGABRT. That is the last resort, and within a minute.
-_HEARTBEAT_TIMEOUT = 50
+# Without a heartbeat for so long JAX ends the process by SIGABRT. It counts the time in which this process itself is stopped, so it has to
+# be longer than a laptop sleeps. jpipe's own channel, which does not count that, finds who is lost within a minute.
+HEARTBEAT_TIMEOUT = 24 * 3600
 SHUTDOWN_TIMEOUT = 10
 
 
@@ -46,7 +47,7 @@ def start(
             local_device_ids=devices,
             cluster_detection_method="deactivate",  # all is known; a cluster around us may mean something else
             initialization_timeout=math.ceil(limit),
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
             coordinator_bind_address=None if listen is None else str(listen),
         )

@@ -12,11 +12,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from train.process_tree import BAD_INPUT, Tree, say
 
 MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
-GRACE = 9.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
+GRACE = 30.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
 PAUSE = 1.0  # seconds before a failed job is started again
 SECRET = "JPIPE_SECRET"  # the variable by which the processes recognize each other; jpipe.handshake, which imports more, has it too
 JOB = "JPIPE_JOB"  # the variable that is the same for all attempts of one job, and different for all jobs
@@ -57,7 +58,7 @@ def main(
     """Start the processes, pass on what they print, and wait for all; where one fails, start all again, as often as `max_restarts` says.
 
     When one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same with the signal that this process
-    gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. A run that writes checkpoints saves at SIGTERM, and
+    gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. A run that writes checkpoints saves at them, and
     ends well where `grace` is enough for that (`train.preemption`). On Linux the processes end, too, when this one is killed; elsewhere
     they lose it and go on.
 
@@ -117,7 +118,12 @@ def _heard() -> Iterator[list[int]]:
     """The signals that ask this process to end, as they come; those that it was told to ignore, as by nohup, stay ignored."""
     heard: list[int] = []
     asking = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in asking}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not heard:  # when a connection drops several come, and with SIGTERM
+            heard.append(number)
+
+    before = {number: signal.signal(number, hear) for number in asking}
     try:
         yield heard
     finally:

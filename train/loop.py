@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from train.resume import find as find_resumed
 from train.resume import history as find_history
 from train.run_folder import RunFolder
 from train.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
-from train.summary import Summary, stages_of, tell, write_report
+from train.summary import Summary, name_of, stages_of, tell, write_report
 from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
 from train.together import Together, facts, joined
@@ -155,7 +156,7 @@ def run(
             with interrupt.held():
                 checkpoints.close()
                 measure.close()
-                if folder is not None and (ended or not preemption.came):  # time is short then
+                if folder is not None and (ended or preemption.signal is None):  # time is short then
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1))
     if folder is not None and summary.measured is not None and plan.predicted is not None:
         measured = report.as_predicted(plan, summary.measured, sizes)
@@ -238,18 +239,19 @@ def train(
 def stopped(
     pipe: jpipe.Pipeline, state: jpipe.State, preemption: Preemption, checkpoints: Checkpoints, before: float, log: MetricsLog
 ) -> Summary:
-    """The end of a run that SIGTERM ends, and whose checkpoint is written.
+    """The end of a run that a signal ends, and whose checkpoint is written.
 
     Raises:
         RunStopped: it could not be written.
     """
+    number = preemption.signal or signal.SIGTERM
     checkpoints.finish()
     log.close()
     jax.block_until_ready(pipe.drain(state))  # only so that processes part with nothing under way between them
     if log.folder is not None and checkpoints.written != preemption.cut:
-        raise RunStopped(f"stopped by SIGTERM; the checkpoint of step {preemption.cut} could not be written")
+        raise RunStopped(f"stopped by {name_of(number)}; the checkpoint of step {preemption.cut} could not be written")
     assert preemption.cut is not None
-    return Summary(preemption.cut, before, None, log.seconds, log.folder, None, None)
+    return Summary(preemption.cut, before, None, log.seconds, log.folder, None, None, stopped_by=number)
 
 
 def _reason(error: Exception) -> str:

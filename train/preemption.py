@@ -1,4 +1,4 @@
-"""SIGTERM while a run trains: all processes save at one step, and leave at one step when that is written.
+"""SIGTERM, SIGHUP and Ctrl-C while a run trains: all processes save at one step, and leave at one step when that is written.
 
 JAX has a sync point for it (`jax.experimental.multihost_utils.reached_preemption_sync_point`), which is not used. Asking it waits in C++,
 Python's lock held, until all processes have answered: where one has died in that moment, the others stand still, for longer than any
@@ -6,32 +6,37 @@ limit of jpipe, and cannot even say who is missing. And its handler takes every 
 one that compiles should end at once; the second one, too.
 """
 
+import contextlib
 import os
 import signal
-import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Literal, get_args
 
 import jpipe
+from train import interrupt, signals
 
 Order = Literal["go on", "save", "leave"]
 """What all processes do before a step: take a cut behind it, or end without it; or neither."""
 
 _ORDERS: tuple[Order, ...] = get_args(Order)
-_watching = False  # whether some Preemption takes SIGTERM in this process
-_CAME = "SIGTERM"  # under which the others tell process 0
+_CAME = "signal"  # under which a process tells the others which one it got
+LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 
 class Preemption:
-    """Notes the first SIGTERM inside, and says before each step what comes of it; the second one ends the process at once.
+    """Notes the first of these signals inside, and says before each step what comes of it; the second one ends the process at once.
+
+    SIGHUP never counts as a second one: when a connection drops, a shell and the kernel send several, and systemd sends it with SIGTERM.
+    Under `jpipe launch` nothing does: schedulers signal all processes, and the launcher passes its own signal on besides. At its second
+    signal the launcher kills all.
 
     Process 0 decides, for all, a step ahead: nobody waits for it unless it is more than a step behind. A process that is lost
     meanwhile is noticed as ever.
 
     Args:
         processes: of the run; None where this one is alone.
-        saves: whether the run writes checkpoints at all; where not, SIGTERM ends the process as it does outside.
+        saves: whether the run writes checkpoints at all; where not, the signals end the process as they do outside.
 
     Attributes:
         cut: the step of the checkpoint that is taken because of it; None before.
@@ -39,15 +44,20 @@ class Preemption:
 
     def __init__(self, processes: jpipe.Processes | None, *, saves: bool) -> None:
         self._processes, self._saves = processes, saves
-        self._noted = self._passed_on = False
-        self._wakes: tuple[int, int] | None = None  # what wakes the thread that counts signals, and what was in its place
+        self._noted: int | None = None  # the first signal that came to this process
+        self._passed_on = False
+        self._until_end = contextlib.ExitStack()
+        self._told: int | None = None  # the first that came to another one
+        self._count = 0  # of those that can end the process at the second
         self._announced = False  # whether process 0 has decided on the step that comes
         self.cut: int | None = None
 
     @property
-    def came(self) -> bool:
-        """Whether time is short: SIGTERM came to this process, or, as far as process 0 knows, to another one."""
-        return self._noted or (self._processes is not None and self._processes.heard(_CAME))
+    def signal(self) -> int | None:
+        """Which signal came, to this process or, as far as this one knows, to another one; None for none. Then time is short."""
+        if self._noted is None and self._processes is not None and self._processes.heard(_CAME):
+            self._told = self._told or int(self._processes.told(_CAME)[0])
+        return self._noted or self._told
 
     def order(self, step: int, is_saved: Callable[[], bool]) -> Order:
         """What to do before `step`, the same in all processes; each asks before every step.
@@ -69,32 +79,32 @@ class Preemption:
         return order
 
     def __enter__(self) -> "Preemption":
-        global _watching
-        # What somebody else does about it stays: a program around this one, a shell that has it ignored.
-        ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if self._saves and ours:
-            writer = _count_in_a_thread()
-            self._wakes = writer, signal.set_wakeup_fd(writer)
-            signal.signal(signal.SIGTERM, self._note)
-            _watching = True
+        # What somebody else does about them stays: a program around this one, a shell that has them ignored.
+        ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
+        if interrupt.is_ours():
+            ours.append(signal.SIGINT)
+        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._note, self._hear))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        global _watching
-        if self._wakes is not None:
-            _watching = False
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            writer, before = self._wakes
-            signal.set_wakeup_fd(before)
-            os.close(writer)
-            self._wakes = None
+        self._until_end.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._noted is None:
+            self._noted = number
+        if number != signal.SIGHUP and not _is_launched():
+            for other in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(other) == self._note:
+                    signal.signal(other, signals.usual(other))
+
+    def _hear(self, number: int) -> None:
+        """Count the signals, in a thread of its own."""
+        self._count += number != signal.SIGHUP
+        if self._count == 2 and not _is_launched():
+            signals.leave(number)
 
     def _decide(self, is_saved: Callable[[], bool]) -> Order:
-        if not self.came:
+        if self.signal is None:
             return "go on"
         if self.cut is None:
             return "save"
@@ -109,41 +119,15 @@ class Preemption:
 
     def _announce(self, processes: jpipe.Processes, step: int, is_saved: Callable[[], bool]) -> None:
         self._announced = True
+        if self._noted is not None and not self._passed_on:
+            self._passed_on = True
+            processes.tell(_CAME, [self._noted])
         if processes.index == 0:
             processes.tell(_name(step), [_ORDERS.index(self._decide(is_saved))])
-        elif self._noted and not self._passed_on:
-            self._passed_on = True
-            processes.tell(_CAME, [])
 
 
-def _count_in_a_thread() -> int:
-    """A file descriptor for signals as they come; a thread ends the process at the second SIGTERM, until the descriptor is closed.
-
-    While the main thread waits in C, for a device, say, Python calls no handler, and takes two signals for one.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def count() -> None:
-        came = 0
-        with open(reader, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                came += number == bytes([signal.SIGTERM])
-                if came == 2:
-                    os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=count, name="signals", daemon=True).start()
-    return writer
-
-
-def _leave_to_parent() -> None:
-    """In a child that a program forks: SIGTERM ends it, and is not counted as one of its parent."""
-    if _watching:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _is_launched() -> bool:
+    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def _name(step: int) -> str:

@@ -173,6 +173,7 @@ def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
     # The same modules in the same places as here; lines that do not wait in a buffer; a GPU each, as NCCL wants it, which listens at
     # a loopback address; and no warning that recoverability is experimental.
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    changes["JPIPE_LAUNCHER"] = str(os.getpid())  # train.preemption, which imports JAX, has the name too
     changes["JAX_LOCAL_DEVICE_IDS"] = own.get("JAX_LOCAL_DEVICE_IDS", str(number))
     changes["NCCL_SOCKET_IFNAME"] = own.get("NCCL_SOCKET_IFNAME", "lo")
     changes["TF_CPP_MIN_LOG_LEVEL"] = own.get("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,6 +1,7 @@
 """What a run came to: its report, and its last words."""
 
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from train.terminal import count, duration, first_line
 class Summary:
     """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window.
 
-    Of a run that SIGTERM has ended there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
+    Of a run that a signal has ended, `stopped_by`, there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
     """
 
     steps: int
@@ -37,6 +38,12 @@ class Summary:
     predicted: jpipe.Window | None
     measured: jpipe.Window | None
     planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
+    stopped_by: int | None = None
+
+
+def name_of(number: int) -> str:
+    """Of a signal, as a person knows it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def write_report(
@@ -117,7 +124,7 @@ def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
         return
     if summary.val_loss_after is None:
         reporter.say(
-            f"stopped by SIGTERM; the checkpoint of step {summary.steps} is written, "
+            f"stopped by {name_of(summary.stopped_by or signal.SIGTERM)}; the checkpoint of step {summary.steps} is written, "
             f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} goes on there"
         )
         return

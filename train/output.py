@@ -1,0 +1,77 @@
+"""Standard output and standard error that may go away: a closed pipe, a full disk, a terminal that has hung up."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+
+class _Output:
+    """A text stream. Where it cannot be written any more, what follows goes nowhere: `ends` says whether the process ends then."""
+
+    def __init__(self, stream: Any, *, ends: bool) -> None:
+        self._stream, self._ends = stream, ends
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        with self._dropped():
+            self._stream.writelines(lines)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # Python writes what is left in its buffers when it ends, and C++ writes by itself: both succeed from here on.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            if not self._ends:
+                return
+            if error.errno == errno.EPIPE:
+                raise SystemExit(128 + signal.SIGPIPE) from None  # without a word, as programs that SIGPIPE ends
+            print(f"jpipe: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def steady(*, ends: bool) -> Iterator[None]:
+    """Inside, no print fails because nobody reads it.
+
+    Args:
+        ends: whether the process ends once its standard output is gone, as command line tools do; a run that trains goes on.
+    """
+    _open_the_first_three()
+    before = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _Output(sys.stdout, ends=ends))
+    sys.stderr = cast(TextIO, _Output(sys.stderr, ends=False))
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _open_the_first_three() -> None:
+    """Where the process was started without them (`>&-`): no file that is opened later may take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

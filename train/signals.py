@@ -1,0 +1,90 @@
+"""Signals that end a process: at once, whatever it is busy with, and also where it is process 1 of a container.
+
+For process 1 the kernel has no default action: under SIG_DFL a signal is lost.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+from typing import Any
+
+_before: dict[int, Any] = {}  # the handlers that `handled` has replaced, while it has
+
+
+def leave(number: int, frame: FrameType | None = None) -> None:
+    """End this process at once, with the exit code that a shell shows for the signal."""
+    os._exit(128 + number)
+
+
+def usual(number: int) -> Any:
+    """The handler for what a signal does by default: as process 1, a function that does the same."""
+    return leave if os.getpid() == 1 else signal.SIG_DFL
+
+
+def is_usual(number: int) -> bool:
+    """Whether nobody has asked for anything else than the default; a parent may have the signal ignored, as nohup does."""
+    return signal.getsignal(number) in (signal.SIG_DFL, leave)
+
+
+@contextlib.contextmanager
+def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], heard: Callable[[int], None]) -> Iterator[None]:
+    """Handle signals inside. Where `numbers` are none, or in a thread that is not the main one, nothing changes.
+
+    Args:
+        numbers: the signals.
+        handler: called by the main thread, once it runs Python code.
+        heard: called by another thread for each of them as it comes. While the main thread waits in C, for a device, say, Python calls
+            no handler, and takes two signals for one.
+    """
+    if not numbers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer = dict(_before)
+    writer = _told_to_a_thread(numbers, heard)
+    descriptor = signal.set_wakeup_fd(writer)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    _before.update(before)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        signal.set_wakeup_fd(descriptor)
+        os.close(writer)
+        _before.clear()
+        _before.update(outer)
+
+
+def as_usual_in_process_1() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM and SIGHUP end this process inside, even if it is process 1 of a container."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    return handled(numbers if os.getpid() == 1 else (), leave, leave)
+
+
+def _told_to_a_thread(numbers: Collection[int], heard: Callable[[int], None]) -> int:
+    """A file descriptor for signals as they come; a thread reads them, until the descriptor is closed."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def read() -> None:
+        with open(reader, "rb", buffering=0) as came:
+            while number := came.read(1):
+                if number[0] in numbers:
+                    heard(number[0])
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+    return writer
+
+
+def _leave_to_parent() -> None:
+    """In a child that a program forks: its signals do what they did before, and count for nothing in the parent."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+        for number, handler in _before.items():
+            signal.signal(number, signal.SIG_DFL if handler is leave else handler)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
