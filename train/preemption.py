@@ -48,7 +48,6 @@ class Preemption:
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
         self._told: int | None = None  # the first that came to another one
-        self._count = 0  # of those that can end the process at the second
         self._announced = False  # whether process 0 has decided on the step that comes
         self.cut: int | None = None
 
@@ -83,7 +82,7 @@ class Preemption:
         ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)
-        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._note, self._hear))
+        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._note, _leave_at_the_second()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -96,12 +95,6 @@ class Preemption:
             for other in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(other) == self._note:
                     signal.signal(other, signals.usual(other))
-
-    def _hear(self, number: int) -> None:
-        """Count the signals, in a thread of its own."""
-        self._count += number != signal.SIGHUP
-        if self._count == 2 and not _is_launched():
-            signals.leave(number)
 
     def _decide(self, is_saved: Callable[[], bool]) -> Order:
         if self.signal is None:
@@ -124,6 +117,19 @@ class Preemption:
             processes.tell(_CAME, [self._noted])
         if processes.index == 0:
             processes.tell(_name(step), [_ORDERS.index(self._decide(is_saved))])
+
+
+def _leave_at_the_second() -> Callable[[int], None]:
+    """What counts signals as they come."""
+    count, launched = 0, _is_launched()
+
+    def hear(number: int) -> None:
+        nonlocal count
+        count += number != signal.SIGHUP
+        if count == 2 and not launched:
+            signals.leave(number)
+
+    return hear
 
 
 def _is_launched() -> bool:
