@@ -16,7 +16,7 @@ from planner.topology import Topology
 SLACK = 0.005  # share by which one that is not simulated might be faster than the fastest; plans so near count as equally fast
 MOST_SIMULATED = 40
 MOST_IN_ALL = 80_000  # forwards of all simulations, and what bounds cost besides in forwards: some ten seconds
-_FOR_SHOW = 0.4  # share of it after which only those that might win are simulated
+_FOR_SHOW = 0.25  # share of it after which only those that might win are simulated
 _FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
 _OF_A_KIND = 0.05  # share by which a bound has to beat the best of its kind, where the kind cannot win
 

@@ -15,6 +15,8 @@ from planner.partition import Placed, Problem
 from planner.price import cut_seconds
 from planner.runs import Runs
 
+_AT_A_TIME = 32  # numbers of replicas
+
 
 class Reach:
     """The search under a bound, for all bounds.
@@ -123,7 +125,7 @@ class Reached:
     def __init__(self, reach: Reach, bound: float, again: bool) -> None:
         self._reach, self._bound, self._again = reach, bound, again
         self._farthest = farthest = reach.farthest(bound, again)
-        self._cuts = cuts = reach.cuts(bound)
+        self._cuts = reach.cuts(bound)
         count, workers = reach.runs.count, reach.workers
         self._placed = np.zeros((workers + 1, count + 1), bool)
         self._placed[1:, count] = True  # nothing is left: the other workers are idle
@@ -133,12 +135,26 @@ class Reached:
         for a in range(workers, -1, -1):
             window = reach.window(a, bound, again)
             for place, some in reach.here(a) if a < workers else ():
-                ends = self._next[place][a + reach.levels[place][1][some], window]
-                self._placed[a, window] |= (ends <= farthest[place][some, window]).any(0) & cuts[place][window]
+                self._place(a, place, some, window)
             for place in range(len(reach.levels)):
                 ends = np.where(self._continued(a, place), order, never)
                 self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
         self.feasible = bool(self._placed[0, 0])
+
+    def _place(self, a: int, place: int, some: slice, window: slice) -> None:
+        """Which of the layers in `window` can be the first ones of a stage from worker a on, with `some` of a level's replicas.
+
+        A few replicas after the other, each time from the first to the last layer of which that is not known: mostly few are left soon.
+        """
+        replicas, placed = self._reach.levels[place][1], self._placed[a]
+        for begin in range(some.start, some.stop, _AT_A_TIME):
+            open_ = np.nonzero(self._cuts[place][window] & ~placed[window])[0]
+            if not len(open_):
+                return
+            window = slice(window.start + int(open_[0]), window.start + int(open_[-1]) + 1)
+            few = slice(begin, min(begin + _AT_A_TIME, some.stop))
+            ends = self._next[place][a + replicas[few], window]
+            placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
 
     def _continued(self, a: int, place: int) -> Any:
         """Where a stage whose range crosses a level can end so that what is behind it goes on from worker a."""
@@ -157,8 +173,11 @@ class Reached:
                 replicas = all_replicas[some]
                 ends = self._next[place][a + replicas, i]
                 good = (ends <= self._farthest[place][some, i]) & self._cuts[place][i]
-                for r, j in zip(replicas[good].tolist(), ends[good].tolist(), strict=True):
-                    options.append((float(runs.seconds(i, j, r, level, self._again)) * r, r, j))
+                if good.any():
+                    replicas, ends = replicas[good], ends[good].astype(np.int64)
+                    seconds = runs.seconds(i, ends, replicas, level, self._again) * replicas
+                    n = np.lexsort((ends, replicas, seconds))[0]
+                    options.append((float(seconds[n]), int(replicas[n]), int(ends[n])))
             _, r, j = min(options)
             stages.append(Placed(i, j, a, r))
             i, a = j, a + r
