@@ -191,7 +191,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
         reporter.say(f"left out, for they never flush and optimizer.clip_global_norm needs that: {never}")
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
-            f"PipeDream's stages are searched exactly, which takes minutes for {topology.num_workers:,} workers; "
+            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
             "--schedules without pipedream leaves that out"
         )
     exact = not request.up_to

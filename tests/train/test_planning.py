@@ -81,6 +81,16 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     assert {candidate.rows for candidate in found.candidates} == {2}
 
 
+def test_a_search_for_thousands_of_workers_says_that_it_takes_long(monkeypatch):
+    monkeypatch.setattr(planning, "MANY_WORKERS", 2)
+    reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
+    search(profile(), TWO, 8, Request(), False, reporter)
+    assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 workers; --schedules without")
+    told.truncate(0)
+    search(profile(), TWO, 8, Request(schedules=("pipedream_2bw",)), False, reporter)
+    assert "minutes" not in told.getvalue()
+
+
 def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
     with pytest.raises(jpipe.InputError, match="no plan has a batch of 10000000 rows in at most 1,024 microbatches of 1, 2 rows"):
         search(profile(), TWO, 10_000_000, Request(), False, silent())
