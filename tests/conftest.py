@@ -38,6 +38,7 @@ def compiled_once(tmp_path_factory):
     """Programs that are equal are compiled once in a session, by whichever of its workers comes first."""
     session = tmp_path_factory.getbasetemp()
     shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # by all workers of the session
+    os.environ["XDG_CACHE_HOME"] = str(shared)  # of programs that the tests start; the user's own cache stays as it is
     jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()

@@ -270,6 +270,7 @@ class Config(_Section):
     """A whole run. `train.config_file` reads it from YAML and writes it back."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    compile_cache: FilePath | None = AUTO
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -286,7 +287,9 @@ class Config(_Section):
     @classmethod
     def _empty_sections_are_defaults(cls, data: object) -> object:
         """`train:` with nothing below it is read as null."""
-        return {key: {} if value is None and key != "seed" else value for key, value in data.items()} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {key: {} if value is None and key not in ("seed", "compile_cache") else value for key, value in data.items()}
 
     @model_validator(mode="after")
     def _microbatches_divide_batch(self) -> "Config":

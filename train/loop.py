@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe.files import shown
-from train import data, interrupt, model, report
+from train import compile_cache, data, interrupt, model, report
 from train.auto import find_plan
 from train.build import build, check, prepare_devices
 from train.checkpoints import Checkpoints
@@ -58,8 +58,11 @@ def main(
         interrupt.check()
         together.agree(lambda: facts(config) | {"--resume": resume})
         together.alike(lambda: prepare_devices(config.plan, num_processes))
+        not_kept = together.alike(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
+        if not_kept:
+            reporter.say(not_kept)
         resumed = find_resumed(config, resume, together, reporter.say)
         if resumed is not None and resumed.step >= config.train.steps:
             return nothing_left(resumed, config, reporter)
@@ -126,7 +129,7 @@ def run(
         if several or len(plan.workers) > plan.depth:
             for line in jpipe.placement_grid(plan, pipe.devices).splitlines():
                 reporter.say(line)
-        with reporter.phase(f"compiling {count(plan.depth, 'stage')}"):
+        with reporter.phase(f"compiling {count(plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, together, resumed, given)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None

@@ -60,8 +60,8 @@ class Reporter:
             self._console.print(table)
 
     @contextmanager
-    def phase(self, words: str) -> Iterator[None]:
-        """Announce a part of the start-up, and say afterwards how long it took."""
+    def phase(self, words: str, remark: object = "") -> Iterator[None]:
+        """Announce a part of the start-up, and say afterwards how long it took, with what `remark` is as text by then."""
         began = self._clock()
         if self._bar:
             with self._console.status(f"{words} …"):
@@ -69,7 +69,7 @@ class Reporter:
         else:
             self.say(f"{words} …")
             yield
-        self.say(f"{words}: {self._clock() - began:.1f} s")
+        self.say(f"{words}: {self._clock() - began:.1f} s{remark}")
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:

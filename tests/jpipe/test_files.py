@@ -113,7 +113,11 @@ def test_all_that_writes_goes_through_one_module():
         r"shutil\.(copy|move)",
     )
     sources = [path for package in ("jpipe", "planner", "train") for path in (root / package).rglob("*.py")]
-    found = {path.relative_to(root).as_posix() for path in sources if re.search("|".join(ways), path.read_text("utf-8"))}
+    found = {
+        path.relative_to(root).as_posix()
+        for path in sources
+        if re.search("|".join(ways), path.read_text("utf-8").replace("open(os.devnull", ""))
+    }
     assert found <= {"jpipe/files.py"}
 
 

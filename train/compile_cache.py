@@ -1,0 +1,119 @@
+"""Compiled programs, kept from one run to the next in JAX's own persistent cache.
+
+What is in it is machine code that later runs execute, so only a folder that nobody else can write to is used.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+import warnings
+from pathlib import Path
+
+import jax
+
+from jpipe import InputError
+from jpipe.files import resolved
+
+AUTO = "auto"  # in place of a folder: in the user's own cache folder
+_LARGEST = 4 * 1024**3  # bytes; when a run begins, the oldest programs beyond it are removed
+_REQUESTS, _HITS = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
+
+_counts = {_REQUESTS: 0, _HITS: 0}
+
+
+def use(setting: str | None) -> str | None:
+    """Have JAX keep what it compiles from here on, as `compile_cache` says; a folder that the user has given to JAX itself stays.
+
+    Args:
+        setting: a folder, `AUTO`, or None: nothing is kept.
+
+    Returns:
+        Why nothing is kept, if the user's own cache folder cannot be used.
+
+    Raises:
+        InputError: the folder cannot be used.
+    """
+    if setting is None or jax.config.values["jax_compilation_cache_dir"] is not None:
+        return None
+    try:
+        folder = _own_folder(_default() if setting == AUTO else resolved(setting, "compile_cache"))
+    except OSError as error:
+        problem = f"compile_cache: '{error.filename}' cannot be used: {error.strerror}"
+        if setting != AUTO:
+            raise InputError(f"{problem}; choose another folder, or null") from None
+        return f"{problem}; compiled programs are not kept"
+    _remove_oldest(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a pipeline has many programs, most of them small
+    # An entry that a killed process has written in part; the program is then compiled.
+    warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
+    return None
+
+
+class Counted:
+    """Counts the programs that JAX compiles from here on, and those that it finds in the cache."""
+
+    def __init__(self) -> None:
+        if _count not in _listening:
+            jax.monitoring.register_event_listener(_count)
+            _listening.append(_count)
+        self._before = dict(_counts)
+
+    def __str__(self) -> str:
+        programs, found = (_counts[event] - self._before[event] for event in (_REQUESTS, _HITS))
+        if not found:
+            return ""
+        return " (from the cache)" if found == programs else f" ({found} of {programs} programs from the cache)"
+
+
+_listening: list[object] = []
+
+
+def _count(event: str, **_: str | int) -> None:
+    if event in _counts:
+        _counts[event] += 1
+
+
+def _default() -> Path:
+    """The user's cache folder; one inside for each kind of processor, for a home may be shared by several."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # a relative one is to be ignored, says the standard
+    except RuntimeError:
+        raise OSError(0, "there is no home folder", "~") from None
+    return home / "jpipe" / f"compiled-{_processor()}"
+
+
+def _processor() -> str:
+    features = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        OSError: it cannot be made, or somebody else can write to it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            1, "what is in it would be executed, so it has to be a folder of your own that nobody else can write to", str(folder)
+        )
+    return folder
+
+
+def _remove_oldest(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another run does the same at this moment
+        entries = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(folder) if entry.is_file())
+        size = sum(entry[1] for entry in entries)
+        for _, each, path in entries:
+            if size <= _LARGEST:
+                return
+            os.unlink(path)
+            size -= each
