@@ -33,6 +33,8 @@ from train.tensorboard import TensorBoard
 from train.terminal import count, first_line
 from train.together import Together, facts, joined
 
+_MANY_LAYERS = 100  # checking so many takes seconds, a thousand about a minute and a half
+
 
 def main(
     config: Config, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0, resume: Resume = "auto"
@@ -94,7 +96,9 @@ def main(
 def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
     """The pipeline and its data, all that can be refused before a device works refused."""
     pipe, batches = build(config, reporter, plan)
-    return pipe, check(config, pipe, batches)
+    layers = len(pipe.stack.ids)
+    with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():
+        return pipe, check(config, pipe, batches)
 
 
 def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:

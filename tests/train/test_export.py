@@ -177,7 +177,9 @@ def test_files_that_are_none_are_refused(home, tmp_path):
     cut.write_bytes(home.file.read_bytes()[:-1])
     text.write_text("no weights in here, only words")
     save_file({}, empty)
-    for file in (cut, text, tmp_path / "missing.safetensors", "x" * 300):
+    with pytest.raises(InputError, match=r"warm_start\.file: cannot find 'x+': File name too long; choose another"):
+        loaded(home, "x" * 300)
+    for file in (cut, text, tmp_path / "missing.safetensors"):
         with pytest.raises(
             InputError, match=r"warm_start\.file: '.*': expected a safetensors file or the folder of a run, found: .+; give"
         ):
