@@ -391,7 +391,7 @@ class Pipeline:
         self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)
         self._connect(functions, runs)
         self._spec, self._compiled = microbatch_spec(batch, self.plan.microbatches), functions
-        self._fingerprint = _fingerprint(self.plan, self._spec, functions)
+        self._fingerprint = _fingerprint(self.plan, self.devices, self._spec, functions)
 
     def _meet(self) -> None:
         """All processes are ready from here on."""
@@ -550,7 +550,9 @@ def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Arr
     return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
 
 
-def _fingerprint(plan: Plan, spec: Batch, functions: Sequence[StageFunctions]) -> tuple[tuple[str, str], ...]:
+def _fingerprint(
+    plan: Plan, devices: Sequence[jax.Device], spec: Batch, functions: Sequence[StageFunctions]
+) -> tuple[tuple[str, str], ...]:
     """All that decides what a state holds, by name."""
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
@@ -561,6 +563,7 @@ def _fingerprint(plan: Plan, spec: Batch, functions: Sequence[StageFunctions]) -
         *((name, str(value)) for name, value in fields),
         *stages,
         recompute,
+        ("devices", ", ".join(map(str, devices))),
         ("microbatch", describe(spec)),
         ("microbatch in full", _shapes(spec)),
         ("weights and layer state", _shapes(weights)),

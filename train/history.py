@@ -12,8 +12,7 @@ from train.terminal import count, duration
 MOST_PARTS = 1000  # that a checkpoint keeps, the latest
 
 _Words = Annotated[str, pydantic.Field(max_length=300)]
-_Step = Annotated[int, pydantic.Field(ge=0, le=2**31)]
-_Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
+Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
 class Part(pydantic.BaseModel):
@@ -32,14 +31,14 @@ class Part(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
 
-    first: _Step
-    end: _Step
+    first: Count
+    end: Count
     plan: _Words
     optimizer: _Words
-    devices: _Step
+    devices: Count
     began: _Words | None = None
     seconds: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
-    updates: _Count | None = None
+    updates: Count | None = None
 
 
 class History:

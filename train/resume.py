@@ -17,7 +17,7 @@ from jpipe.files import shown
 from planner.plain_yaml import parse
 from train import config_file
 from train.config import Config
-from train.history import MOST_PARTS, History, Part, part, updates_before
+from train.history import MOST_PARTS, Count, History, Part, part, updates_before
 from train.numeric_settings import numeric_settings
 from train.run_folder import folder_of, is_of_this_job
 from train.together import Together
@@ -48,7 +48,7 @@ class Facts(pydantic.BaseModel):
 
     config: str
     plan: str
-    devices: int
+    devices: Annotated[Count, pydantic.Field(strict=True)]
     val_loss_before: float
     val_loss: float | None = None
     val_metrics: dict[str, float] = {}

@@ -148,7 +148,9 @@ def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
         if inside.is_absolute() or ".." in inside.parts:
             raise Damaged(folder, f"names a file outside of itself, '{name}'")
         path = folder / inside
-        if not path.is_file():
+        with _reading(path):
+            there = path.is_file()
+        if not there:
             raise Damaged(path, "is missing")
         size = path.stat().st_size
         if size < file.size:
@@ -193,7 +195,7 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise Damaged(path, "is missing") from None
     except OSError as error:
-        if error.errno == errno.EIO:
+        if error.errno in (errno.EIO, errno.ENAMETOOLONG):  # no file has such a name, and so jpipe wrote none
             raise Damaged(path, f"cannot be read ({error.strerror})") from None
         raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable, and try again") from None
 

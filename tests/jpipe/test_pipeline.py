@@ -313,6 +313,7 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
         ({"schedule": "pipedream_2bw"}, "schedule is gpipe there and pipedream_2bw here"),
         ({"recompute": "full"}, "recompute is none, none, none there and full, full, full here"),
         ({"optimizer": optax.adam(0.1)}, "optimizer state is of shapes with the hash "),
+        ({"devices": jax.devices()[3:6]}, "devices is .*0, .*1, .*2 there and .*3, .*4, .*5 here"),
         ({"rows": 2}, r"microbatch is .*float32\[2, 3\].* there and .*float32\[4, 3\].* here"),
     ],
 )
@@ -320,11 +321,11 @@ def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, messa
     made = pipeline("gpipe")
     state = fresh(made, BATCHES)
     fields, optimizer = dict(other), other.get("optimizer", models.momentum())
-    rows = fields.pop("rows", 1)
+    rows, devices = fields.pop("rows", 1), fields.pop("devices", None)
     fields.pop("optimizer", None)
     plan = Plan.even(STACK.ids, 3, **({"schedule": "gpipe", "microbatches": M} | fields))
     batches = models.masked_batches(1, plan.microbatches, rows=rows * models.ROWS)
-    pipe = Pipeline(STACK, plan, models.masked_squares, optimizer)
+    pipe = Pipeline(STACK, plan, models.masked_squares, optimizer, devices)
     fresh(pipe, batches)
     for call in (pipe.drain, pipe.params, lambda state: pipe.step(state, batches[0]), lambda state: pipe.evaluate(state, batches[0])):
         with pytest.raises(InputError, match=f"^state: another pipeline made it: {message}"):

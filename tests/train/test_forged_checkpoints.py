@@ -208,6 +208,24 @@ def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, pla
         find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
 
 
+@pytest.mark.parametrize("devices", [-1, 10**400, True, 1.5])
+def test_numbers_of_devices_that_cannot_be_are_refused(run, place, devices):
+    seal(place, FACTS | {"devices": devices})
+    with pytest.raises(jpipe.InputError, match="checkpoints: step 20: facts: devices: expected"):
+        find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
+
+
+def test_names_that_are_too_long_for_a_file_are_told_as_damaged(run, place):
+    record = json.loads((place / "process-0.json").read_text())
+    record["files"]["a" * 300] = {"size": 1, "sha256": "0"}
+    text = json.dumps(record)
+    (place / "process-0.json").write_text(text)
+    digests = [hashlib.sha256(content).hexdigest() for content in (text.encode(), (place / "metrics.jsonl").read_bytes())]
+    (place / "checkpoint.json").write_text(marker_text(20, {"process-0.json": digests[0]}, digests[1], FACTS))
+    with pytest.raises(Damaged, match=r"cannot be read .File name too long"):
+        verify(run, 20)
+
+
 def test_a_checkpoint_without_a_plan_in_its_config_is_compared_all_the_same(run):
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": "train: {steps: 3}\nseed: [[]]\n"}), (20,))
     assert resumed.changes(Config()) == ["plan", "seed", "train.steps"]
