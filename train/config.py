@@ -36,6 +36,7 @@ def _usable_path(path: str) -> str:
 MOST_ROWS = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 MOST_MICROBATCHES = 1024
+_LARGEST_TABLE = 2**28
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 AUTO = "auto"  # in place of a plan's file
 METRICS = ("accuracy",)  # that need no code of the user's own
@@ -166,6 +167,10 @@ class ModelConfig(_OwnCode):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
+        if self.target is None and self.width * self.seq_len > _LARGEST_TABLE:
+            raise ValueError(
+                f"width {self.width} × seq_len {self.seq_len} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
+            )
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
         return self

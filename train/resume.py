@@ -49,8 +49,8 @@ class Facts(pydantic.BaseModel):
     config: str
     plan: str
     devices: Annotated[Count, pydantic.Field(strict=True)]
-    val_loss_before: float
-    val_loss: float | None = None
+    val_loss_before: Annotated[float, pydantic.Field(allow_inf_nan=False)]
+    val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []

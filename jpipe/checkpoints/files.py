@@ -343,6 +343,10 @@ _OURS = re.compile(
 """The names of what a checkpoint holds, unfinished files among them, those of earlier versions too."""
 
 
+_OURS_INSIDE = re.compile(r"[_.].*|commit_success\.txt|array_metadatas/.*|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/).*")
+"""The names of what Orbax and TensorStore write into an item, what is still being written included."""
+
+
 def _numbers(folder: Path) -> list[int]:
     """The steps of all checkpoints, unfinished ones too, ascending."""
     place = folder / "checkpoints"
@@ -379,6 +383,9 @@ def _not_ours(place: Path) -> str | None:
     if not place.is_dir():
         return os.strerror(errno.ENOTDIR)
     others = [name for name in sorted(os.listdir(place)) if not _OURS.fullmatch(name)]
+    for item in (path for path in place.glob("process-*") if path.is_dir() and not path.is_symlink()):
+        inside = (path.relative_to(place).as_posix() for path in sorted(item.rglob("*")) if not path.is_dir() or path.is_symlink())
+        others += [name for name in inside if not _OURS_INSIDE.fullmatch(name.partition("/")[2])]
     return f"it holds '{others[0]}', which jpipe has not written" if others else None
 
 

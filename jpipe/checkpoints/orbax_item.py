@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jpipe import files
+from jpipe.checkpoints.zstd_frames import unpacked
 
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
@@ -79,10 +80,15 @@ _Names = tuple[str, ...]
 _DEEPEST = 64  # dicts in dicts; far more would exhaust the stack of those who use the tree
 _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
 _MOST_ZARRAY = 2**16
+_LARGEST_INDEX = 2**28  # bytes; about 200 for each array and 1,024 at most for a small one
 _INLINE = 1024  # bytes of an array that OCDBT may hold in its own compressed nodes; larger ones are there as they are
 
 
 def _store(path: Path) -> Any:
+    """The item's OCDBT store. TensorStore unpacks the nodes of its index as they come, so what they unpack to is bounded before."""
+    index = sum(unpacked(file) for file in path.rglob("*") if file.is_file())
+    if index > _LARGEST_INDEX:
+        raise ValueError(f"its index would take {index:,} bytes of memory, more than {_LARGEST_INDEX:,}")
     return ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.absolute()}/"}}).result()
 
 

@@ -142,6 +142,7 @@ def test_what_64_bits_hold_is_read(number):
         (f"seed: {'f' * 5000}", "config.yaml: seed: expected a valid integer, found 'fff"),
         ("optimizer: {warmup_steps: 10000000000}", "optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000"),
         ("model: {width: 4000000}", "config.yaml: model.width: expected less than or equal to 1000000, found 4000000"),
+        ("model: {seq_len: 1000000000}", "config.yaml: model: width 128 × seq_len 1000000000 makes a table of positions of more than"),
         ("model: {depth: 1001}", "config.yaml: model.depth: expected less than or equal to 1000, found 1001"),
         ("plan: {microbatches: 4000}", "config.yaml: plan.microbatches: expected less than or equal to 1024, found 4000"),
         ("plan: {extra_in_flight: 65}", "config.yaml: plan.extra_in_flight: expected less than or equal to 64, found 65"),

@@ -116,8 +116,24 @@ def test_old_folders_that_hold_something_else_are_kept(tmp_path):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
         checkpoint_files.complete(tmp_path, step, 1, {})
     (tmp_path / "checkpoints" / "00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "00000002" / "process-0" / "photo.jpg").write_text("mine")
+    checkpoint_files.prune(tmp_path, keep=1)
+    assert checkpoint_files.steps(tmp_path) == [1, 2, 3]
+    with pytest.raises(InputError, match=r"00000002: in the way .* it holds 'process-0/photo.jpg', which jpipe has not written"):
+        checkpoint_files.begin(tmp_path, 1)
+    (tmp_path / "checkpoints" / "00000002" / "process-0" / "photo.jpg").unlink()
     checkpoint_files.prune(tmp_path, keep=1)
     assert checkpoint_files.steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00000002"])
+def test_layers_are_not_written_through_a_link(linked, outside, tmp_path):
+    before = contents(outside)
+    (tmp_path / "run" / linked).parent.mkdir(parents=True)
+    (tmp_path / "run" / linked).symlink_to(outside)
+    with pytest.raises(OSError, match="it is a symbolic link, which jpipe does not follow there"):
+        checkpoint_files.write_layers(tmp_path / "run", 2, {}, 0)
+    assert contents(outside) == before
 
 
 @pytest.mark.parametrize("name", ["00000003", "00000003/process-0"])

@@ -19,6 +19,7 @@ from jpipe._plain import to_plain
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
 from jpipe.checkpoints.records import Damaged, describe, marker_text
+from jpipe.checkpoints.zstd_frames import unpacked
 from tests.train.conftest import changed
 from train import export
 from train.build import build, param_specs
@@ -105,6 +106,35 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
     seal(place)
     with pytest.raises(Damaged, match=r"'layer/params/0/w' declares 48 bytes and has 3,000,000"):
         read_layers(run, 20)
+
+
+BLOCKS = 3_000  # of 128 KiB each
+
+
+def frame(blocks: int) -> bytes:
+    """A zstd frame of 4 bytes a block, each of which unpacks to 128 KiB of zeros."""
+    block = (1 << 1) | (128 * 1024 << 3)  # one byte, repeated
+    return b"\x28\xb5\x2f\xfd\x00\x88" + b"".join((block | (n == blocks - 1)).to_bytes(3, "little") + b"\0" for n in range(blocks))
+
+
+def test_an_index_that_unpacks_to_far_more_than_it_is_is_refused_before_it_is_read(run, place, monkeypatch):
+    (place / "process-0" / "d" / "0123456789abcdef").write_bytes(b"some node before it" + frame(BLOCKS))
+    seal(place)
+    monkeypatch.setattr(ts.KvStore, "open", lambda *_: pytest.fail("the store was opened"))
+    with pytest.raises(Damaged, match=r"its index would take 39\d,\d{3},\d{3} bytes of memory, more than 268,435,456"):
+        read_layers(run, 20)
+
+
+def test_what_a_frame_unpacks_to_is_known_from_its_blocks(place, tmp_path):
+    file = tmp_path / "frames"
+    file.write_bytes(frame(3) + frame(2))
+    assert unpacked(file) == 5 * 128 * 1024
+    file.write_bytes(b"\x28\xb5\x2f\xfd\x00\x88\xff\xff\xff weights that look like the beginning of a frame")
+    assert unpacked(file) == 0
+    for content in (b"", b"\x28\xb5\x2f\xfd", frame(3)[:9]):
+        file.write_bytes(content)
+        assert unpacked(file) <= 128 * 1024
+    assert sum(unpacked(path) for path in (place / "process-0").rglob("*") if path.is_file()) > 0, "TensorStore writes such frames"
 
 
 @pytest.mark.parametrize(
