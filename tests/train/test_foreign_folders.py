@@ -11,9 +11,10 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from train import data, loop
+from train.build import make_plan
 from train.export import main as export
 from train.resume import find
-from train.run_folder import OUTPUTS
+from train.run_folder import OUTPUTS, RunFolder
 from train.tensorboard import TensorBoard
 from train.together import Together
 
@@ -42,7 +43,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch):
     """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
     before = contents(outside)
-    folder = loop.main(changed(saved)).folder
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # the second run's overwrites what was planted
+        folder = loop.main(changed(saved)).folder
     rows = (folder / "metrics.jsonl").read_bytes()
     for name in NAMES:
         for planted in (folder / name, folder / f".{name}.unfinished"):
@@ -72,8 +75,8 @@ def test_a_planted_lock_is_refused(saved, outside):
     assert contents(outside) == before
 
 
-def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(saved, outside, tmp_path):
-    before = contents(outside)
+def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(saved, outside, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
     folder = loop.main(changed(saved)).folder
     shutil.move(folder / "checkpoints", outside / "checkpoints")
     before = contents(outside)
@@ -189,14 +192,16 @@ def test_event_files_for_tensorboard_follow_no_planted_link(outside, tmp_path, m
     assert [line.partition("': ")[2].partition(",")[0] for line in told] == ["it is a symbolic link"]
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(name, saved):
-    folder = Path(saved["run"]["dir"])
+def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
+    config, folder = changed(saved), Path(saved["run"]["dir"])
+    plan = make_plan(config.plan, ("embed", "block_0", "head"))
     folder.mkdir()
-    (folder / name).write_text("mine")
-    with pytest.raises(InputError, match=f"run.dir: expected a new or empty folder, found '{name}' of something else in "):
-        loop.main(changed(saved))
-    assert contents(folder) == {name: b"mine"}
+    for name in OUTPUTS:
+        (folder / name).write_text("mine")
+        with pytest.raises(InputError, match=f"run.dir: expected a new or empty folder, found '{name}' of something else in "):
+            RunFolder(config, plan)
+        assert contents(folder) == {name: b"mine"}
+        (folder / name).unlink()
 
 
 def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
