@@ -294,8 +294,10 @@ def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
             holder[section] = holder.get(section) or {}
             holder = holder[section]
         holder[last] = plain(yaml.compose(value, yaml.SafeLoader))
-    sections = filled(data, Config.model_fields, empty=tuple(Config.model_fields.keys() - {"seed"}))
-    assert same(config.seed, sections.pop("seed"))
+    scalars = ("seed", "compile_cache")
+    sections = filled(data, Config.model_fields, empty=tuple(Config.model_fields.keys() - set(scalars)))
+    for scalar in scalars:
+        assert same(getattr(config, scalar), sections.pop(scalar))
     for name, section in sections.items():
         held = getattr(config, name)
         meant = filled(section, type(held).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)

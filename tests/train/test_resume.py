@@ -363,13 +363,13 @@ def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved)
 
 def test_what_other_versions_wrote_is_told(tmp_path):
     versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
-    facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=versions)
+    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=versions)
     assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
 
 
 def test_settings_that_change_numbers_and_were_other_ones_are_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    facts = Facts(config="", plan="", devices=1, val_loss_before=1.0, versions=numeric_settings())
+    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=numeric_settings())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_prng_impl("rbg"):
         told = Resumed(tmp_path, 3, facts, (3,)).other_versions()
