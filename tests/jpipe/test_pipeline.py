@@ -78,7 +78,7 @@ def test_a_state_that_drain_used_up_is_refused(variant):
 
 def test_what_is_no_state_is_refused():
     pipe, other = pipeline("gpipe"), pipeline("gpipe", d=2)
-    with pytest.raises(InputError, match=r"state: another pipeline made it: "):
+    with pytest.raises(InputError, match=r"state: this pipeline did not make it; call init first"):
         pipe.step(fresh(other, BATCHES), BATCHES[0])
     fresh(pipe, BATCHES)
     with pytest.raises(InputError, match=r"state: another pipeline made it: "):
