@@ -121,14 +121,17 @@ def _squeeze(
         size: what is to become small.
         share: a smaller difference is none.
     """
+    above, just_below = 1e-3, False
     while low < size(best) * (1 - share):
         high = size(best)
-        bound = (low + high) / 2 if high - low > 0.01 * high else high * (1 - share)  # near the end often nothing is better
+        # From below first, where often there is something, and where not it shows soon; near the end every other time just below the best.
+        just_below = not just_below and high - low <= 0.01 * high
+        bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
         found = within(bound)
         if found:
-            best = found
+            best, above = found, math.inf
         else:
-            low = bound
+            low, above = bound, 8 * above
     return best
 
 

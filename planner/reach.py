@@ -5,8 +5,6 @@ workers a .. a + r - 1 is fast enough and the layers from j on can be placed fro
 longer, so for each i, r and level there is a farthest end, and of all ends j that can be continued the next one behind i decides.
 """
 
-import math
-from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -33,9 +31,7 @@ class Reach:
         self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
         self._sizes = (1, *topology.sizes)
         self._small = np.int16 if runs.count < 2**15 - 2 else np.int32
-        nothing, everything = np.arange(runs.count + 1), np.full(runs.count + 1, runs.count)
-        ends = [(bound, [self._alike(row, some) for _, some in self.levels]) for bound, row in ((-1.0, nothing), (math.inf, everything))]
-        self._known = {again: list(ends) for again in (False, True)}
+        self._known: dict[tuple[float, bool], list[Any]] = {}
 
     def here(self, a: int) -> list[tuple[int, slice]]:
         """The levels that a range from worker a on can cross, by their place in `levels`, and the replicas that cross no higher one."""
@@ -55,37 +51,52 @@ class Reach:
             bound: seconds a microbatch.
             again: whether stages recompute.
         """
-        known = self._known[again]
-        place = bisect_left(known, bound, key=lambda entry: entry[0])
-        if known[place][0] != bound:
-            ends = self._between(bound, again, known[place - 1][1], known[place][1])
-            known.insert(place, (bound, ends))
-        return known[place][1]
+        if (bound, again) not in self._known:
+            self._known[bound, again] = [
+                self._exactly(bound, again, *level) for level in zip(self.about(bound, again), self.levels, strict=True)
+            ]
+        return self._known[bound, again]
 
-    def _between(self, bound: float, again: bool, below: list[Any], above: list[Any]) -> list[Any]:
-        """By bisection between the farthest ends of a smaller and of a larger bound."""
-        ends, start = [], np.arange(self.runs.count + 1)
-        for (level, some), least, most in zip(self.levels, below, above, strict=True):
-            low, high = least.astype(np.int64), most.astype(np.int64)
-            while (unsure := low < high).any():
-                middle = (low + high + 1) // 2
-                fits = self.runs.seconds(start, middle, some[:, None], level, again) <= bound
-                low, high = np.where(unsure & fits, middle, low), np.where(unsure & ~fits, middle - 1, high)
-            ends.append(low.astype(self._small))
-        return ends
+    def about(self, bound: float, again: bool) -> list[Any]:
+        """What `farthest` finds, or a little more: sums of floats round."""
+        return [self.runs.ends(bound, some, level, again) for level, some in self.levels]
 
-    def window(self, a: int, bound: float, again: bool) -> slice:
-        """The layers from which on worker a can be the first one: the workers before it, and from it on, can compute their share.
+    def _exactly(self, bound: float, again: bool, about: Any, level: tuple[int, Any]) -> Any:
+        """Take back the ends that are too far by what a stage costs."""
+        ends, first = about.ravel(), np.tile(np.arange(self.runs.count + 1), len(about))
+        replicas = np.repeat(level[1], self.runs.count + 1)
+        some = np.nonzero(first < ends)[0]
+        while len(some):
+            some = some[self.runs.seconds(first[some], ends[some], replicas[some], level[0], again) > bound]
+            ends[some] -= 1
+            some = some[first[some] < ends[some]]
+        return ends.reshape(about.shape).astype(self._small)
+
+    def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
+        """For each worker the first and the last layer that can begin a stage there, if each stage crossed as few levels as it could.
+
+        That is an upper bound of what the topology allows, and cheap: without ranges the layers that can be placed from a worker on have
+        no gaps, so one number says which they are. On one level it is exact.
 
         Args:
-            a: the worker.
-            bound: seconds a microbatch.
-            again: whether all stages recompute.
+            ends: what `about` has found.
+            cuts: what `cuts` has found.
         """
-        compute = self.runs.compute(again)
-        each = min(bound, compute[-1]) * (1 + 1e-9)
-        first = np.searchsorted(compute, compute[-1] - (self.workers - a) * each)
-        return slice(int(first), int(np.searchsorted(compute[:-1], a * each, side="right")))
+        count, workers, replicas = self.runs.count, self.workers, self.runs.replicas
+        inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
+        farthest = np.concatenate([table[some > few] for table, (_, some), few in zip(ends, self.levels, inside, strict=True)])
+        order = np.arange(count + 1)
+        starts = np.stack([np.searchsorted(row, order) for row in farthest])
+        allowed = cuts[min(1, len(cuts) - 1)]
+        after = np.minimum.accumulate(np.where(allowed, order, count)[::-1])[::-1]
+        before = np.maximum.accumulate(np.where(allowed, order, 0))
+        first, last = np.full(workers + 1, count), np.zeros(workers + 1, int)
+        for a in range(1, workers + 1):
+            some = replicas[: np.searchsorted(replicas, a, side="right")]
+            which = np.arange(len(some))
+            first[workers - a] = starts[which, after[first[workers - a + some]]].min()
+            last[a] = farthest[which, before[last[a - some]]].max()
+        return first, last
 
     def at_least(self, again: bool) -> float:
         """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
@@ -111,9 +122,6 @@ class Reach:
         """The place in `levels` of the level between the workers a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
-    def _alike(self, row: Any, some: Any) -> Any:
-        return np.broadcast_to(row, (len(some), len(row))).astype(self._small)
-
 
 class Reached:
     """What can be placed under one bound.
@@ -124,8 +132,12 @@ class Reached:
 
     def __init__(self, reach: Reach, bound: float, again: bool) -> None:
         self._reach, self._bound, self._again = reach, bound, again
-        self._farthest = farthest = reach.farthest(bound, again)
         self._cuts = reach.cuts(bound)
+        first, last = reach.windows(reach.about(bound, again), self._cuts)
+        self.feasible = not first[0]
+        if not self.feasible:
+            return
+        self._farthest = farthest = reach.farthest(bound, again)
         count, workers = reach.runs.count, reach.workers
         self._placed = np.zeros((workers + 1, count + 1), bool)
         self._placed[1:, count] = True  # nothing is left: the other workers are idle
@@ -133,7 +145,7 @@ class Reached:
         self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in reach.levels]
         order = np.arange(count + 1, dtype=farthest[0].dtype)
         for a in range(workers, -1, -1):
-            window = reach.window(a, bound, again)
+            window = slice(int(first[a]), min(int(last[a]) + 1, count))
             for place, some in reach.here(a) if a < workers else ():
                 self._place(a, place, some, window)
             for place in range(len(reach.levels)):

@@ -53,6 +53,27 @@ class Runs:
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
         return stage_seconds(compute, update, summed, replicas, every)
 
+    def ends(self, bound: float, replicas: Any, level: int, again: bool) -> Any:
+        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or a few more.
+
+        A stage takes the larger of two sums over its layers: computing, and summing gradients behind all microbatches but one. Each sum is
+        looked up among those of all layers; the bound is a little wider, for the order of summing rounds otherwise than in `seconds`.
+        """
+        problem, layers = self._problem, np.arange(self.count + 1)
+        every = replicas if problem.microbatches == "replicas" else np.full_like(replicas, problem.microbatches)
+        summing = (0.0, 0.0) if level < 0 else (all_reduce_seconds(size, replicas, problem.links[level]) for size in (0, 1))
+        delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
+        compute, ends = self.compute(again), np.empty((len(replicas), self.count + 1), np.int64)
+        for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
+            own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
+            computing = own * compute + self._update
+            waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._weights
+            for total, besides in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
+                most = (bound * m - besides) + 1e-9 * (total[-1] + abs(besides))
+                end = np.searchsorted(total, total + most, side="right") - 1
+                ends[row] = end if total is computing else np.minimum(ends[row], end)
+        return np.maximum(ends, layers)
+
     def room(
         self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
     ) -> Number:
