@@ -140,9 +140,17 @@ def _static_attributes(module: nnx.Module) -> dict[str, Any]:
             is_cache = isinstance(getattr(type(part), str(name), None), functools.cached_property)
             if isinstance(value, (nnx.Variable, nnx.Pytree)) or is_cache:
                 continue
-            copied = value.copy() if isinstance(value, (list, dict, set)) else value
-            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else copied
+            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
     return found
+
+
+def _copied(value: Any) -> Any:
+    """A copy of containers, those inside included; what else they hold is the same."""
+    if type(value) is dict:
+        return {key: _copied(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
 def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -223,7 +223,15 @@ class Pipeline:
                 fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
 
     def cut(self, batch: int) -> Cut:
-        """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first."""
+        """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first.
+
+        Raises:
+            InputError: neither has been called, or `batch` is no integer of 0 or more.
+        """
+        if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 0:
+            raise InputError(f"cut: expected the number of a batch, 0 or more, found {batch!r}")
+        if self._spec is None:
+            raise InputError("cut: this pipeline has no run yet; call init or restore first")
         return Cut(self.plan, batch, self._stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
@@ -243,6 +251,7 @@ class Pipeline:
         Raises:
             InputError: a state that was used already, or a batch unlike the one given to `init`.
         """
+        _check_observer(observe)
         self._check_state(state)
         spec = microbatch_spec(batch, self.plan.microbatches)
         if spec != self._spec:
@@ -271,6 +280,7 @@ class Pipeline:
         Raises:
             InputError: a state that was used already.
         """
+        _check_observer(observe)
         self._check_state(state)
         return self._averaged(self._drained(state, observe))
 
@@ -592,6 +602,11 @@ def _is_used_up(worker: WorkerState) -> bool:
     """Whether a run took what it held, or donated the arrays that a copy of it shares."""
     donated = jax.tree.leaves(worker.sums)[:1] + jax.tree.leaves(worker.optimizer)[:1]
     return not worker.versions or any(leaf.is_deleted() for leaf in donated)
+
+
+def _check_observer(observe: Any) -> None:
+    if observe is not None and not callable(observe):
+        raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Cut, found {type(observe).__name__}")
 
 
 def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:

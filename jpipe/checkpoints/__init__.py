@@ -21,7 +21,6 @@ from jpipe._processes import Processes
 from jpipe._state import State
 from jpipe.checkpoints import files
 from jpipe.checkpoints.files import prune, steps
-from jpipe.files import resolved
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
 
@@ -52,11 +51,15 @@ def save(
     Raises:
         OSError: the disk is full, say; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
-        InputError: `folder` cannot be used, or `cut` is not complete.
+        InputError: `folder` cannot be used, `cut` is not complete, or `keep` is below 1.
     """
+    if not isinstance(cut, Cut):
+        raise InputError(f"checkpoint: expected a jpipe.Cut, found {type(cut).__name__}; make one with pipe.cut(batch)")
+    if keep is not None:
+        files.check_keep(keep)
     if not cut.complete:
         raise InputError(f"checkpoint: expected a complete cut, found one at batch {cut.batch} whose run has not come to it yet; step on")
-    place, processes = resolved(str(folder), "folder"), processes or join_processes()
+    place, processes = files.run_folder(folder), processes or join_processes()
     index = 0 if processes is None else processes.index
     problem: OSError | None = None
     try:
@@ -93,7 +96,9 @@ def load(pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step:
     Example:
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
     """
-    place = resolved(str(folder), "folder")
+    if not isinstance(pipe, Pipeline):
+        raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
+    place = files.run_folder(folder)
     found = files.newest_good(place, lambda line: None) if step is None else step
     if found is None:
         if steps(place):

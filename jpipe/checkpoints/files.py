@@ -24,7 +24,7 @@ from typing import Any
 from jpipe import InputError
 from jpipe.checkpoints.orbax_item import Tree, item_specs, read_item, write_item
 from jpipe.checkpoints.records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
-from jpipe.files import make_folder, to_disk, write_atomically
+from jpipe.files import make_folder, resolved, to_disk, write_atomically
 
 
 def begin(folder: Path, step: int | None) -> None:
@@ -146,9 +146,26 @@ def discard(folder: Path, step: int) -> None:
         _remove(_place(folder, step))
 
 
+def run_folder(folder: str | Path) -> Path:
+    """The folder of a run as a user names it, as an absolute path.
+
+    Raises:
+        InputError: it is no path, or one that no folder can have.
+    """
+    if not isinstance(folder, str | Path):
+        raise InputError(f"folder: expected the path of a run's folder, found {type(folder).__name__}")
+    return resolved(str(folder), "folder")
+
+
+def check_keep(keep: Any) -> None:
+    """Refuse what is no number of checkpoints to keep."""
+    if not isinstance(keep, int) or keep < 1:
+        raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
+
+
 def steps(folder: str | Path) -> list[int]:
     """The steps of the checkpoints that are complete (they may be damaged since), ascending."""
-    folder = Path(folder)
+    folder = run_folder(folder)
     return [step for step in _numbers(folder) if (_place(folder, step) / MARKER).exists()]
 
 
@@ -274,7 +291,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
     return {layer: found[layer] for layer in wanted}
 
 
-def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
+def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
     """Remove checkpoints that are no longer wanted, and unfinished ones that will not be finished; process 0 calls this after a save.
 
     Kept are the last `keep`; of the older ones those that `keep_every` or `keep_hours` asks for. If the newest is not all there (the
@@ -288,8 +305,10 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, keep_hours: fl
 
     Raises:
         OSError: something cannot be removed.
+        InputError: `folder` is no folder, or `keep` is below 1.
     """
-    assert keep >= 1
+    check_keep(keep)
+    folder = run_folder(folder)
     whole = steps(folder)
     if not whole or not _is_all_there(_place(folder, whole[-1]), whole[-1]):
         return
@@ -356,6 +375,8 @@ def _numbers(folder: Path) -> list[int]:
         names = os.listdir(place)
     except FileNotFoundError:
         return []
+    except NotADirectoryError:
+        raise InputError(f"{place}: expected a folder, found a file in its place; choose another run.dir") from None
     return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):08d}" == name)
 
 

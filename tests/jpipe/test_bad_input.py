@@ -313,6 +313,17 @@ UNTYPED = {
         "batch: expected arrays of numbers, found [0] float32[2, 3], [1] object[2]; convert object to numbers"
     ),
     "pipe.step(5, (x, x))": "state: expected a jpipe.State, found int",
+    "pipe.step(5, (x, x), observe=3)": "observe: expected a function of an Event, such as a Tracer or a Cut, found int",
+    "pipe.drain(5, observe=3)": "observe: expected a function of an Event, such as a Tracer or a Cut, found int",
+    "pipe.cut('3')": "cut: expected the number of a batch, 0 or more, found '3'",
+    "pipe.cut(-1)": "cut: expected the number of a batch, 0 or more, found -1",
+    "pipe.cut(3)": "cut: this pipeline has no run yet; call init or restore first",
+    "checkpoints.save('runs', None)": "checkpoint: expected a jpipe.Cut, found NoneType; make one with pipe.cut(batch)",
+    "checkpoints.save('runs', jpipe.Cut(plan, 1, []), keep=0)": "keep: expected a number of checkpoints, 1 or more, found 0",
+    "checkpoints.save(None, jpipe.Cut(plan, 1, []))": "folder: expected the path of a run's folder, found NoneType",
+    "checkpoints.load(None, 'runs', jax.random.key(0), (x, x))": "pipe: expected a jpipe.Pipeline, found NoneType",
+    "checkpoints.load(pipe, None, jax.random.key(0), (x, x))": "folder: expected the path of a run's folder, found NoneType",
+    "checkpoints.prune('runs', '3')": "keep: expected a number of checkpoints, 1 or more, found '3'",
     "pipe.init(jax.random.key(0), (x, x), params=3)": "params: expected a dict of parameters by layer id, found int",
     "LayerStack({3: abs})": "LayerStack: a layer id is a non-empty string, found 3",
     "LayerStack([abs])": "LayerStack: expected a dict of layers by id, found list; give {'layer id': layer, …}",
@@ -341,7 +352,7 @@ UNTYPED = {
 CALLS = """
 import jax, json, numpy as np, optax, sys
 import jpipe
-from jpipe import LayerStack, Pipeline, Plan
+from jpipe import LayerStack, Pipeline, Plan, checkpoints
 stack = LayerStack({"a": lambda x: x})
 plan, loss, sgd = Plan.even(["a"], 1, "gpipe", 1), lambda y, labels: (y.sum(), 1.0), optax.sgd(0.1)
 pipe = Pipeline(stack, plan, loss, sgd)

@@ -59,6 +59,9 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(4, 3)
     key = jax.random.key(KEY)
     assert checkpoints.load(pipe, tmp_path / "none", key, batches[0]) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file.checkpoints: expected a folder, found a file in its place; choose another run\.dir$"):
+        checkpoints.steps(tmp_path / "file")
     pipe.init(key, batches[0])
     with pytest.raises(InputError, match="expected a complete cut, found one at batch 2 whose run has not come to it yet"):
         checkpoints.save(tmp_path, pipe.cut(2))

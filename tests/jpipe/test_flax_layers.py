@@ -259,6 +259,10 @@ def unknown(name: str, default: Any) -> linen.Module:
             changing(lambda module, x: module.seen.append(x.shape), seen=[]),
             r"^layer 'a': its forward changes the attribute 'seen' from \[\] to \[\(2, 3\)\]",
         ),
+        (
+            changing(lambda module, x: module.seen["shapes"].append(x.shape), seen={"shapes": []}),
+            r"attribute 'seen' from \{'shapes': \[\]\} to",
+        ),
         (changing(lambda module, x: setattr(module, "last", x)), r"^layer 'a': its forward changes the attribute 'last' from nothing to"),
         (changing(lambda module, x: setattr(module, "last", x), last=None), r"changes the attribute 'last' from None to 'an array'"),
         (
