@@ -126,12 +126,17 @@ def compile_initializers(
     shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     name_of = {}
     for layer_id, device in dict.fromkeys(places):
-        key = _on(device, key_spec())
-        lowered = jax.jit(_initializer(stack.layers[layer_id], specs[layer_id].x)).lower(key)
+        lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, device)
         name_of[layer_id, device] = lowered.as_text(), device
         shared.setdefault(name_of[layer_id, device], lowered)
     compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
     return {place: compiled[name] for place, name in name_of.items()}
+
+
+def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    """`params -> optimizer state` and `params -> sums`, of a stage of which nothing has been trained."""
+    optimizer, sums = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_sums")])
+    return optimizer, sums
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
@@ -143,6 +148,10 @@ def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tre
     return lambda key: layer.init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
 
 
+def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.Lowered:
+    return jax.jit(_initializer(layer, x)).lower(_on(device, key_spec()))
+
+
 def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Lowered:
     return trace_call(functions, device, name, layers).lower()
 
@@ -150,8 +159,7 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
 def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
     """One of the calls of a `CompiledStage`, by name, traced for a device; `layers`: how many each stage of the plan has."""
     f, specs = functions, functions.specs
-    sums = jax.eval_shape(f.zero_sums, specs.params)
-    optimizer_state = jax.eval_shape(f.init_optimizer, specs.params)
+    sums, optimizer_state = f.sums_spec, f.optimizer_spec
     number = jax.ShapeDtypeStruct((), f.loss_dtype)
     norm = None if f.clip_global_norm is None else number
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
@@ -163,6 +171,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (sums,)),
         "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
+        "init_optimizer": lambda: (f.init_optimizer, (), (specs.params,)),
         "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
         "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
         "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
@@ -179,7 +188,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
     """What replicas sum for an update: what they accumulated, and the layer state where they average it with each update."""
-    return jax.eval_shape(f.zero_sums, f.specs.params), floats_of(f.specs.state) if f.average_state == "update" else []
+    return f.sums_spec, floats_of(f.specs.state) if f.average_state == "update" else []
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,9 +186,9 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
         gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
         weights=nbytes(specs.params),
-        optimizer=nbytes(jax.eval_shape(f.init_optimizer, specs.params)),
+        optimizer=nbytes(f.optimizer_spec),
         state=nbytes(specs.state),
-        sums=nbytes(jax.eval_shape(f.zero_sums, specs.params)),
+        sums=nbytes(f.sums_spec),
     )
 
 

@@ -172,7 +172,7 @@ def fitting(
     versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
     optimizer = None
     if not fresh:
-        specs = jax.eval_shape(f.init_optimizer, f.specs.params)
+        specs = f.optimizer_spec
         optimizer = {
             layer_id: from_plain(
                 specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state", _OTHER_OPTIMIZER
@@ -203,7 +203,7 @@ def restored_worker(
     versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
         optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
-    sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(f.zero_sums, f.specs.params))
+    sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.sums_spec)
     placed = jax.device_put((versions, optimizer, state, sums, {}, key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))

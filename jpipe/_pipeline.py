@@ -15,7 +15,7 @@ import optax
 
 from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe._channel import Limits
-from jpipe._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes, with_metrics
+from jpipe._compile import CompiledStage, compile_initializers, compile_start, compile_workers, reduced_spec, temporary_bytes, with_metrics
 from jpipe._costs import StageCost, measure_bytes
 from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
@@ -125,7 +125,7 @@ class Pipeline:
         self.clip_global_norm = clip_global_norm
         self._given_devices = None if devices is None else checked_devices(devices)
         self._spec: Batch | None = None
-        self._differentiable: Batch | None = None  # the last batch for which all could be differentiated
+        self._known: tuple[Any, list[StageFunctions]] | None = None  # the last batch that was checked, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # for which parameters, and the answer
         self._stages: dict[int, CompiledStage] = {}  # by worker of this process
         self._compiled: list[StageFunctions] = []
@@ -431,7 +431,10 @@ class Pipeline:
         self._transport.compile([(i, specs[stage_of[i.worker], i.message]) for _, i in sorted(kinds.items())], sums)
 
     def _functions(self, batch: Batch) -> list[StageFunctions]:
-        inputs, labels = microbatch_spec(batch, self.plan.microbatches)
+        inputs, labels = spec = microbatch_spec(batch, self.plan.microbatches)
+        known = spec, jax.config.jax_enable_x64
+        if self._known is not None and self._known[0] == known:
+            return self._known[1]
         layers = self.stack.specs(inputs)
         unprobed = LayerwiseOptimizer(self.optimizer, {})  # mistakes in the loss are told first
         functions = []
@@ -439,11 +442,10 @@ class Pipeline:
             scale = stage.replicas / self.plan.replicas[0] if self.plan.scale_learning_rate else 1.0
             options = {"clip_global_norm": self.clip_global_norm, "update_scale": scale, "average_state": self._average_state}
             functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, **options))
-        if self._differentiable != (inputs, labels):
-            check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels)
-            self._differentiable = inputs, labels
+        check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
-        return [dataclasses.replace(f, optimizer=layerwise) for f in functions]
+        self._known = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
+        return self._known[1]
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         """Probed once for each model that this pipeline meets: batches of other shapes may make other parameters."""
@@ -459,7 +461,7 @@ class Pipeline:
             layer_key = jax.device_put(self.stack.init_key(layer_id, key), stage.device)
             fresh, state[layer_id] = initializers[layer_id, stage.device](layer_key)
             params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-        optimizer, sums = jax.device_put((jax.jit(f.init_optimizer)(params), jax.jit(f.zero_sums)(params)), stage.device)
+        optimizer, sums = jax.device_put([start(params) for start in compile_start(f, stage.device)], stage.device)
         return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
 
     def _evaluating(self, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
@@ -568,7 +570,7 @@ def _fingerprint(
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
     recompute = ("recompute", ", ".join(stage.recompute for stage in plan.stages))
     weights = [(f.specs.params, f.specs.state) for f in functions]
-    optimizer = [jax.eval_shape(f.init_optimizer, f.specs.params) for f in functions]
+    optimizer = [f.optimizer_spec for f in functions]
     return (
         *((name, str(value)) for name, value in fields),
         *stages,

@@ -154,6 +154,16 @@ class StageFunctions:
         """What the backward takes over from the forward."""
         return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
 
+    @cached_property
+    def optimizer_spec(self) -> Tree:
+        """Shapes and dtypes of the optimizer state."""
+        return jax.eval_shape(self.init_optimizer, self.specs.params)
+
+    @cached_property
+    def sums_spec(self) -> Tree:
+        """Shapes and dtypes of the sums."""
+        return jax.eval_shape(self.zero_sums, self.specs.params)
+
     @property
     def averages_when_read(self) -> bool:
         """Whether there is layer state that replicas average when it is read out of the run."""

@@ -42,3 +42,13 @@ def compiled_once(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once(compiled_once):
+    """And what leads there is traced once in a worker."""
+    from tests import sharing  # only here: the packages that it imports are to be checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        sharing.shared(patch)
+        yield

@@ -1,5 +1,7 @@
 """The small models, losses, optimizers, batches and plans that the tests of the library share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,11 +54,13 @@ def tracking(width: int = WIDTH) -> Layer:
     return Layer(init, apply)
 
 
+@functools.cache
 def plain_stack(count: int = 4) -> LayerStack:
     """Dense layers, nothing else."""
     return LayerStack({f"layer{i}": dense() for i in range(count)})
 
 
+@functools.cache
 def rich_stack() -> LayerStack:
     """Four layers: layer state at both ends, dropout in the middle."""
     return LayerStack({"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()})
@@ -119,6 +123,7 @@ def cut(ids, sizes, *, recompute="none", **fields) -> Plan:
     return Plan(stages=stages, **fields)
 
 
+@functools.cache
 def momentum() -> optax.GradientTransformation:
     """SGD with momentum: has state, and is quick to compile."""
     return optax.sgd(0.05, momentum=0.9)

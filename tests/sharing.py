@@ -1,0 +1,71 @@
+"""Work that is equal in many tests is done once in a session: stages lowered and compiled, optimizers probed, configured models made.
+
+Equal means all that goes in: the same layers, loss and optimizer (the same objects, that is), stage, shapes, device and JAX settings.
+What a test makes for itself is new, and so is what comes of it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from jpipe import _compile, _pipeline, _stage
+from train import build, model
+
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_debug_nans",
+    "jax_compilation_cache_dir",
+)
+MOST = 3000  # things that are kept of each kind
+
+
+def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called once for equal keys; a key has a part that can be hashed and one that is compared, or is None: always called."""
+    known: dict[Any, list[tuple[Any, Any]]] = {}
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        if (keys := key(*arguments)) is None:
+            return function(*arguments)
+        hashed, compared = (keys[0], *(getattr(jax.config, name) for name in SETTINGS)), keys[1:]
+        for other, result in known.get(hashed, ()):
+            if other == compared:
+                return result
+        result = function(*arguments)
+        if len(known) >= MOST:
+            del known[next(iter(known))]
+        known.setdefault(hashed, []).append((compared, result))
+        return result
+
+    return called
+
+
+def shared(patch: pytest.MonkeyPatch) -> None:
+    """Do equal work once from here on."""
+
+    def share(module: Any, name: str, key: Callable[..., Any]) -> None:
+        patch.setattr(module, name, once(getattr(module, name), key))
+
+    share(_compile, "_lower_call", lambda f, device, name, layers: ((f.stage.layers, device, name, tuple(layers)), f))
+    share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
+    share(_pipeline, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
+    share(_pipeline, "find_layerwise", lambda rule, params: (tuple(params), rule, params))
+    share(_pipeline, "measure_bytes", lambda f, recomputes: ((f.stage.layers, recomputes), f))
+    share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
+    # What users name may be another function in the next test: only what is built in is shared.
+    share(model, "layers", lambda config: None if config.target else (config.model_dump_json(),))
+    share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((config.model_dump_json(), steps), params))
+    interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _pipeline.Pipeline._functions
+
+    def functions(self: Any, batch: Any) -> list[Any]:
+        found = functions_of(self, batch)
+        found[:] = [interned(f) for f in found]  # what they know of themselves is worked out once, too
+        return found
+
+    patch.setattr(_pipeline.Pipeline, "_functions", functions)
