@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
+.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -20,14 +20,18 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about two minutes
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run the tests (PYTEST_ARGS="-k name" for some of them)
-	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
+test: .venv/ready ## Run the tests but the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+	@$(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: .venv/ready ## Run the tests that `make test` leaves out
+	@$(VENV)/$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-newest: ## Run the tests marked `newest` on the newest Python and JAX, where there is Python 3.12 or newer
 	@$(call on_newest,-m newest)
 
-test-all: test ## Run all tests, on .venv and on the newest Python and JAX
-	@$(call on_newest,)
+test-all: .venv/ready ## Run all tests, and those marked `newest` once more on the newest Python and JAX
+	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
+	@$(call on_newest,-m newest)
 
 check: .venv/ready ## Format, lint, types, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .

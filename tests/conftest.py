@@ -1,5 +1,7 @@
 """What holds in every test: eight devices on any machine, strict numbers, types checked at run time."""
 
+import collections
+import itertools
 import os
 import pathlib
 import signal
@@ -52,3 +54,32 @@ def made_once(compiled_once):
     with pytest.MonkeyPatch.context() as patch:
         sharing.shared(patch)
         yield
+
+
+@pytest.fixture
+def nothing_shared(made_once, monkeypatch):
+    """For tests of what is traced, compiled or read from the cache, and when."""
+    from tests import sharing
+
+    monkeypatch.setattr(sharing, "enabled", False)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Of each test that is marked `thinned`, mark all combinations `slow` but so many that each value, or pair of values, is in one."""
+    matrices = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("thinned") and hasattr(item, "callspec"):
+            matrices[item.nodeid.split("[")[0]].append(item)
+    for cases in matrices.values():
+        size = cases[0].get_closest_marker("thinned").kwargs.get("size", 1)
+        values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
+        covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
+        left = set().union(*covers.values())
+        slow = dict.fromkeys(cases)
+        while left:
+            best = max(slow, key=lambda item: len(covers[item] & left))
+            left -= covers[best]
+            del slow[best]
+        for item in slow:
+            item.add_marker("slow")

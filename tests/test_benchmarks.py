@@ -205,6 +205,7 @@ def test_without_iproute2_it_says_so(monkeypatch):
 # One GPU ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_gpu_program_runs_on_anything_when_tiny(quickly_compiled, capsys):
     start = time.monotonic()
     assert gpu.main(["--tiny", "--stages", "2", "--microbatches", "2", "--rounds", "1", "--steps", "3", "--peak", "1e12"]) == 0

@@ -15,6 +15,8 @@ from train.config import Config
 from train.resume import find
 from train.together import Together
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):

@@ -23,6 +23,7 @@ def check_against_one_function(plan, *, stack=STACK, loss=models.masked_squares,
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("variant", "d", "m", "extra"),
     [(variant, 3, 4, 0) for variant in models.VARIANTS]
@@ -53,6 +54,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_optimizers_by_layer_equal_optax_on_the_whole_tree(variant, optimizer):
@@ -122,6 +124,7 @@ def merge(x):
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["pipedream_flush", pytest.param("pipedream", marks=pytest.mark.newest), "pipedream_2bw"])
 def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):

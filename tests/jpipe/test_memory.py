@@ -63,6 +63,7 @@ def measured_and_predicted(plan) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):
@@ -73,6 +74,7 @@ def test_measured_peak_is_predicted(variant, recompute):
     np.testing.assert_allclose(measured, predicted, atol=64)  # nearer still: but for a few scalars it is exact
 
 
+@pytest.mark.slow
 def test_measured_peak_of_replicas_that_flush_is_predicted():
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream_flush", MICROBATCHES, replicas=(2, 2, 1)))
     np.testing.assert_allclose(measured, predicted, atol=64)

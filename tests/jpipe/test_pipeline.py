@@ -126,6 +126,7 @@ def test_evaluation_leaves_the_trajectory_as_it_is(variant):
     check_equal((pipe.params(state), layer_state(state)), (expected.params, expected.layer_state))
 
 
+@pytest.mark.thinned
 @pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 @pytest.mark.parametrize("steps", [0, 1, 4])

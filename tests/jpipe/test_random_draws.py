@@ -55,6 +55,7 @@ def test_the_seed_decides():
     assert not np.any(losses((1, 2), 1, 3, seed=5) == losses((1, 2), 1, 3, seed=6))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 2), (1, 1, 1)])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_draws_do_not_depend_on_the_cut_or_the_schedule(sizes, variant):

@@ -40,6 +40,7 @@ def test_options_of_round_robin_equal_the_sequential_reference_bit_for_bit(repli
     check_against_reference(STACK, plan_of(replicas, "pipedream", times, **fields), drain_after={1, 5})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush", "pipedream_2bw"])
 @pytest.mark.parametrize("replicas", [(2,), (3, 3), (2, 1, 1)])
 def test_parallel_pipelines_equal_the_sequential_reference_bit_for_bit(replicas, schedule):

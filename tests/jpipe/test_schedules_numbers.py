@@ -28,12 +28,14 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(size=2)
 @pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
 def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])
     check_against_reference(STACK, plan, drain_after={0, 3, 4})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, recompute):
@@ -42,6 +44,7 @@ def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, 
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):

@@ -60,6 +60,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["none", "full", "dots_with_no_batch_dims_saveable"])
 def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
@@ -109,6 +110,7 @@ class Recurrent(nn.Module):
         return x + nn.RNN(nn.LSTMCell(x.shape[-1]))(x[:, : self.positions]).sum(1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_every_turn_of_a_loop_counts():
     stack = jpipe.LayerStack({"in": linear(32, 32), "one": Recurrent(1), "fifty": Recurrent(50), "out": linear(32, 32)})
     profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE)

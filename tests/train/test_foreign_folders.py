@@ -40,6 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch):
     """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
     before = contents(outside)

@@ -342,6 +342,7 @@ def accepted(monkeypatch) -> list[Config]:
     return configs
 
 
+@pytest.mark.slow
 @some(700)
 @examples(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
@@ -362,6 +363,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
         assert same(config_file.load(file, allow_code=True).model_dump(), config.model_copy(update={"plan": plan}).model_dump())
 
 
+@pytest.mark.slow
 @some(700)
 @examples(content=plan_files())
 def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
@@ -387,6 +389,7 @@ def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str
     )
 
 
+@pytest.mark.slow
 @some(60)
 @examples(
     overrides=argument("name", "arguments", optax_names.optimizers())

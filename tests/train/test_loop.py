@@ -48,6 +48,7 @@ def test_a_run_learns_and_writes_what_it_did(tiny):
     assert (summary.steps, summary.val_loss_before, summary.val_loss_after) == (60, rows[0]["val_loss"], rows[-1]["val_loss"])
 
 
+@pytest.mark.slow
 def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     config = changed(tiny, train={"eval_every": 50})  # room for a window that is measured
     folder = loop.main(config).folder

@@ -214,6 +214,7 @@ def test_everything_can_be_ones_own(capsys):
     assert str(Path.cwd()) not in sys.path
 
 
+@pytest.mark.slow
 def test_such_a_run_can_be_run_again_from_its_folder(capsys):
     assert run(capsys, "--allow-code")[0] == 0
     Path("run").rename("before")

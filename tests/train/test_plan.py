@@ -201,6 +201,7 @@ def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_worker():
     assert all(60 % rows == 0 for rows in sizes_for(60, 3, 6))
 
 
+@pytest.mark.slow
 def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--batch=8", "--set", "optimizer.learning_rate=0.02", "--out=plan.json", "--schedules=gpipe"
     out = planned(capsys, *arguments)

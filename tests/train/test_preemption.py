@@ -180,6 +180,7 @@ def saved(tiny, monkeypatch):
     return tiny | {"checkpoint": {"every": 100}, "train": train, "plan": plan, "model": tiny["model"] | {"dropout": 0.3}}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:

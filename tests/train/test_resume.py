@@ -77,9 +77,9 @@ def check_equal(found, expected):
 @pytest.mark.parametrize(
     "plan",
     [
-        {"schedule": "gpipe", "num_stages": 2},
+        pytest.param({"schedule": "gpipe", "num_stages": 2}, marks=pytest.mark.slow),
         {"schedule": "pipedream_2bw", "num_stages": 2},
-        {"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1},
+        pytest.param({"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1}, marks=pytest.mark.slow),
         {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1]},
     ],
     ids=lambda plan: plan["schedule"],
@@ -141,6 +141,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_by_its_first_difference(saved):
     folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
     newest = folder / "checkpoints" / "00000004"
@@ -231,6 +232,7 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
         loop.main(changed(saved, run={"dir": str(folder.with_name("another"))}))
 
 
+@pytest.mark.slow
 def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypatch):
     """It has trained in the folder after this one has looked for the checkpoint, and has left by now."""
     folder = loop.main(changed(saved, train={"steps": 4})).folder

@@ -244,6 +244,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_wri
     assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
 
 
+@pytest.mark.slow
 def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_told():
     commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
     with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
@@ -258,6 +259,7 @@ def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_tol
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
     with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
         (waiting, others), (failing, own) = endings(processes)
@@ -290,6 +292,7 @@ def test_a_loss_that_is_no_number_ends_all_with_one_message():
     assert [row["step"] for row in rows("run")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_tree():
     with jpipe("launch", "-n", "2", "--", *command(CURVES | FOREVER)) as process:
         wait_for_rows(3)
