@@ -432,7 +432,7 @@ class Pipeline:
 
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         inputs, labels = spec = microbatch_spec(batch, self.plan.microbatches)
-        known = spec, jax.config.jax_enable_x64
+        known = spec, jax.dtypes.canonicalize_dtype(np.float64)  # losses are summed in it
         if self._known is not None and self._known[0] == known:
             return self._known[1]
         layers = self.stack.specs(inputs)
