@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, keep_freed_memory
-from train.config import ModelConfig
-from train.gpt import gpt, loss
+from train.assemble.gpt import gpt, loss
+from train.config.config import ModelConfig
 
 MODEL = ModelConfig(depth=4, width=256, heads=8, seq_len=128, dropout=0.0, compute_dtype="float32")
 MICROBATCHES, ROWS, REPEATS = 8, 4, 15

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import jpipe
-from planner.draw import draw_choice
-from train import config_file
-from train.planning import Parts, Request, profile_of, read_topology, search
-from train.progress import Reporter
+from planner.ranking.draw import draw_choice
+from train.config import config_file
+from train.console.progress import Reporter
+from train.plan.planning import Parts, Request, profile_of, read_topology, search
 
 FOLDER = Path(__file__).parent / "pictures"
 CONFIGS = Path(__file__).parents[1] / "configs"

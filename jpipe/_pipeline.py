@@ -13,30 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._batch import Batch, count_microbatches, microbatch_spec, rows_of
-from jpipe._channel import Limits
-from jpipe._compile import CompiledStage, compile_initializers, compile_start, compile_workers, reduced_spec, temporary_bytes, with_metrics
-from jpipe._costs import StageCost, measure_bytes
-from jpipe._cut import Cut, fitting, restored_worker
 from jpipe._errors import InputError, nearest
-from jpipe._gradients import check_gradients
-from jpipe._layer import LayerSpec, describe, key_spec
-from jpipe._layers import LayerStack
-from jpipe._lower import lower_evaluation
-from jpipe._metrics import Board, Evaluation, Metrics
-from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
-from jpipe._placement import checked_devices, place
-from jpipe._plain import Plain, filled
 from jpipe._plan import Plan
-from jpipe._processes import Processes
-from jpipe._program import Program, Send
-from jpipe._runtime import Found, Observer, read_data, run
-from jpipe._stage import Loss, StageFunctions, check_summed, floats_of, stage_functions, with_floats
-from jpipe._state import State, WorkerState
-from jpipe._steps import Steps
-from jpipe._transport import Transport, arrived, progress, to_host
-from jpipe.handshake import find_secret
+from jpipe.model._layer import LayerSpec, describe, key_spec
+from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._stack import LayerStack
+from jpipe.processes._channel import Limits
+from jpipe.processes._membership import Processes
+from jpipe.processes.handshake import find_secret
+from jpipe.programs._costs import StageCost, measure_bytes
+from jpipe.programs._instructions import Program, Send
+from jpipe.programs._lower import lower_evaluation
+from jpipe.programs._steps import Steps
+from jpipe.runtime._batch import Batch, count_microbatches, microbatch_spec, rows_of
+from jpipe.runtime._interpreter import Found, Observer, read_data, run
+from jpipe.runtime._metrics import Board, Evaluation, Metrics
+from jpipe.runtime._placement import checked_devices, place
+from jpipe.runtime._plain import Plain, filled
+from jpipe.runtime._snapshot import Cut, fitting, restored_worker
+from jpipe.runtime._state import State, WorkerState
+from jpipe.runtime._transport import Transport, arrived, progress, to_host
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes, with_metrics
+from jpipe.stages._functions import Loss, StageFunctions, check_summed, floats_of, stage_functions, with_floats
+from jpipe.stages._gradients import check_gradients
 
 Tree = Any
 
@@ -53,7 +53,7 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
         limit: seconds that the first call waits for the others.
         wait: seconds without progress in any process after which the run is given up; by the first call, the same in all processes.
             More than the longest computation of a microbatch takes, and whatever is done in one process alone.
-        secret: that all processes share, to recognize each other by (`jpipe.handshake`); that of the variable `JPIPE_SECRET` where not
+        secret: that all processes share, to recognize each other by (`jpipe.processes.handshake`); that of the variable `JPIPE_SECRET` where not
             given. Without one whoever reaches JAX's coordinator can join.
 
     Raises:

@@ -23,7 +23,7 @@ import yaml
 
 import jpipe
 from train.cli import main
-from train.config import Config
+from train.config.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -5,7 +5,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from train import interrupt, output, signals
+from train.console import interrupt, output, signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

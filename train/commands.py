@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from train import interrupt
-from train.terminal import printable
+from train.console import interrupt
+from train.console.terminal import printable
 
 app = tyro.extras.SubcommandApp()
 
@@ -47,8 +47,11 @@ def train(
     # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
     with interrupt.held():
         from jpipe import InputError, PeerLost, keep_freed_memory
-        from train import config_file, distributed, loop, run_folder, together
-        from train.metrics_log import RunStopped
+        from train.checkpoint import run_folder
+        from train.config import config_file
+        from train.launch import distributed, together
+        from train.report.metrics_log import RunStopped
+        from train.run import loop
     interrupt.check()
 
     keep_freed_memory()
@@ -103,7 +106,7 @@ def launch(
         pin: Give each process a CPU core of its own, as far as there are as many. For measurements.
         max_restarts: When one fails, start all again, so often; they go on from the newest checkpoint of their run folder.
     """
-    from train import launch as launcher
+    from train.launch import launch as launcher
 
     if wrong := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
         return _fail(printable(wrong), 2)
@@ -150,8 +153,8 @@ def plan(
     """
     with interrupt.held():
         from jpipe import InputError, keep_freed_memory
-        from train.plan import Files, main
-        from train.planning import Request
+        from train.plan.plan import Files, main
+        from train.plan.planning import Request
     interrupt.check()
 
     keep_freed_memory()
@@ -182,7 +185,7 @@ def simulate(
         allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.held():
-        import train.simulate as simulation
+        import train.plan.simulate as simulation
         from jpipe import InputError
     interrupt.check()
 
@@ -208,7 +211,7 @@ def export(
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
     """
     with interrupt.held():
-        import train.export as exporting
+        import train.checkpoint.export as exporting
         from jpipe import InputError
     interrupt.check()
 
@@ -234,7 +237,7 @@ def configs(
     """
     from jpipe import InputError
     from jpipe.files import expanded
-    from train import shipped_configs
+    from train.config import shipped_configs
 
     try:
         if not words and (to != "." or overwrite):

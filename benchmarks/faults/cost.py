@@ -15,14 +15,16 @@ import jpipe
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
-from train import config_file, data, loop, starting
-from train.build import prepare_devices
-from train.checkpoints import Checkpoints
-from train.config import Config
-from train.config_file import to_yaml
-from train.progress import Reporter
-from train.resume import find
-from train.together import Together
+from train.assemble import data
+from train.assemble.build import prepare_devices
+from train.checkpoint.checkpoints import Checkpoints
+from train.checkpoint.resume import find
+from train.config import config_file
+from train.config.config import Config
+from train.config.config_file import to_yaml
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.run import loop, starting
 
 SCHEDULES = "pipedream_2bw", "pipedream", "gpipe"  # whose bytes are counted; the first is the default
 ALONE = Together(None)

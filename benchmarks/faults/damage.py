@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.faults.runs import EVERY, KINDS, End, config_of, difference, end_of
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints.files import steps
-from train import loop
-from train.config import Config
+from train.config.config import Config
+from train.run import loop
 
 HOW = "cut off", "deleted", "changed"
 PLAN = KINDS["2BW"] | {"num_stages": 2}

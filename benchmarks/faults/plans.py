@@ -17,11 +17,12 @@ import jpipe
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
-from train import data, loop, starting
-from train.config import Config
-from train.progress import Reporter
-from train.resume import find
-from train.together import Together
+from train.assemble import data
+from train.checkpoint.resume import find
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.run import loop, starting
 
 PLANS: dict[str, dict[str, Any]] = {
     "data parallel, 4": {"schedule": "pipedream_flush", "num_stages": 1, "replicas": 4, "microbatches": 4},

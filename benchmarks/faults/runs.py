@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe.checkpoints import files as checkpoint_files
-from train.metrics_log import repeatable
+from train.report.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # seconds, for a run of some

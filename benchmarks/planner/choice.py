@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.markdown import print_table
-from planner.candidate import Candidate
-from planner.candidates import find_candidates
-from planner.choose import Ranked, choose
-from planner.graph_txt import read_graph_txt
-from planner.profile import Profile
-from planner.simulated import simulated
-from planner.topology import Topology
+from planner.cost.simulated import simulated
+from planner.machine.topology import Topology
+from planner.profile.graph_txt import read_graph_txt
+from planner.profile.profile import Profile
+from planner.ranking.choose import Ranked, choose
+from planner.search.candidate import Candidate
+from planner.search.candidates import find_candidates
 
 TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 workers
 MICROBATCHES = (16, 64)  # of a batch

@@ -21,12 +21,12 @@ import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
 from benchmarks.programs import Program, ProgramFailed, free_port, python_module
-from planner.candidates import find_candidates
-from planner.choose import choose
-from planner.profile import Profile
-from planner.simulated import Simulated, simulated
-from planner.topology import Topology
-from train import gpt
+from planner.cost.simulated import Simulated, simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking.choose import choose
+from planner.search.candidates import find_candidates
+from train.assemble import gpt
 
 COUNTS = (2, 4)
 SECONDS = 2.5  # that a plan is measured for, at least eight steps

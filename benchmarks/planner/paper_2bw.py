@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.planner.markdown import print_table
 from benchmarks.planner.models import gpt, mixed_precision_adam
-from planner.analyze import analyze
-from planner.candidate import Candidate
-from planner.parallel import sweep
-from planner.profile import LayerProfile, Profile
-from planner.simulated import Simulated, simulated
-from planner.topology import Topology
+from planner.cost.simulated import Simulated, simulated
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.profile.profile import LayerProfile, Profile
+from planner.search.candidate import Candidate
+from planner.search.parallel import sweep
 
 SIZES = (1, 2, 4, 8, 16, 32)
 POLICIES = ("none", "full")  # those of the paper

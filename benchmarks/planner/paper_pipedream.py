@@ -12,12 +12,12 @@ import optax
 import jpipe
 from benchmarks.planner.markdown import print_table
 from benchmarks.planner.models import Model, gnmt, resnet50, vgg16
-from planner.analyze import analyze
-from planner.paper import search_paper
-from planner.partition import Partition, Placed, Problem, evaluate
-from planner.pipedream import search
-from planner.profile import Profile
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.profile.profile import Profile
+from planner.search.paper import search_paper
+from planner.search.partition import Partition, Placed, Problem, evaluate
+from planner.search.pipedream import search
 
 MICROBATCHES = 4  # a worker, between two updates of all stages
 Row = dict[str, Any]

@@ -20,12 +20,12 @@ import optax
 
 import jpipe
 from benchmarks.pipelines import Runner
-from planner.local import local_topology
-from planner.measure import measure
-from planner.profile import Profile
-from train import gpt
-from train.config import ModelConfig
-from train.report import unseen_bytes
+from planner.machine.local import local_topology
+from planner.profile.measure import measure
+from planner.profile.profile import Profile
+from train.assemble import gpt
+from train.config.config import ModelConfig
+from train.report.report import unseen_bytes
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # of configs/gpt-bytes.yaml
 BATCH, SIZES = 32, (4, 8, 16)

@@ -15,11 +15,11 @@ import numpy as np
 
 import jpipe
 from benchmarks.planner.markdown import print_table
-from planner.parallel import sweep
-from planner.partition import Problem
-from planner.pipedream import search
-from planner.profile import Profile
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.parallel import sweep
+from planner.search.partition import Problem
+from planner.search.pipedream import search
 
 ETHERNET, NVLINK = 25e9 / 8, 30e9
 SHARE = 0.7  # of the memory that the fastest plan takes: the limit of the runs with one

@@ -12,15 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe._batch import Batch
-from jpipe._cut import Cut, layer_of
 from jpipe._errors import InputError
 from jpipe._pipeline import Pipeline, join_processes
-from jpipe._plain import Plain
-from jpipe._processes import Processes
-from jpipe._state import State
 from jpipe.checkpoints import files
 from jpipe.checkpoints.files import prune, steps
+from jpipe.files import resolved
+from jpipe.processes._membership import Processes
+from jpipe.runtime._batch import Batch
+from jpipe.runtime._plain import Plain
+from jpipe.runtime._snapshot import Cut, layer_of
+from jpipe.runtime._state import State
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
 

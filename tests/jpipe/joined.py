@@ -16,10 +16,10 @@ if not NAME.startswith("jax"):
     sys.modules["jpipe"] = types.ModuleType("jpipe")
     sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[2] / "jpipe")]
 
-import jpipe._processes  # noqa: E402 - after the stand-in
-from jpipe._channel import Limits  # noqa: E402 - after the stand-in
+import jpipe.processes._membership  # noqa: E402 - after the stand-in
 from jpipe._errors import InputError  # noqa: E402 - after the stand-in
-from jpipe._processes import PeerLost, Processes  # noqa: E402 - after the stand-in
+from jpipe.processes._channel import Limits  # noqa: E402 - after the stand-in
+from jpipe.processes._membership import PeerLost, Processes  # noqa: E402 - after the stand-in
 
 NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
 
@@ -48,7 +48,7 @@ def join(limit=30.0, **limits):
 
 def well():
     """Agree, disagree, meet, tell, part."""
-    jpipe._processes._NUMBERS = 100
+    jpipe.processes._membership._NUMBERS = 100
     processes = join()
     config = f"model: gpt\nlearning_rate: {0.2 if INDEX == 2 else 0.1}\nsteps: 3\n"
     processes.agree({"config": "model: gpt", "plan": "{}"})

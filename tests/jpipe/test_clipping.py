@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, ProgramError, StageCost, lower, simulate
-from jpipe._program import SumSquares, Update
+from jpipe.programs._instructions import SumSquares, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_close, check_equal, train, train_as_one_function
 

@@ -7,7 +7,7 @@ import pytest
 
 import jpipe
 from jpipe import InputError, Pipeline
-from jpipe import _cut as cut
+from jpipe.runtime import _snapshot as cut
 from tests.jpipe import models, running
 
 BATCHES = 7

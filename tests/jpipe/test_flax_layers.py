@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import InputError, LayerStack, Pipeline, Plan
-from jpipe._plain import to_plain
+from jpipe.runtime._plain import to_plain
 from tests.jpipe.models import batches_of, squares
 from tests.jpipe.running import KEY, check_close, check_equal, layer_state, train
 

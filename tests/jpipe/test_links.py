@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe._collectives import AXIS, Group
-from jpipe._links import Link, Reduction
+from jpipe.processes._collectives import AXIS, Group
+from jpipe.processes._links import Link, Reduction
 
 LIMIT = 60  # seconds for everything; only a deadlock comes near
 DEVICES = (2, 1, 1)  # of each process

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jpipe._main_thread import main_thread_calls
+from jpipe.processes._main_thread import main_thread_calls
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
 
 LOOKED_AT = """
 import sys, threading
-from jpipe._main_thread import main_thread_calls
+from jpipe.processes._main_thread import main_thread_calls
 sys.setswitchinterval(1e-5)
 looks = []
 thread = threading.Thread(target=lambda: looks.extend(main_thread_calls() for _ in range(2000)))

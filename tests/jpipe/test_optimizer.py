@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jpipe import InputError
-from jpipe._optimizer import find_layerwise
+from jpipe.model._optimizer import find_layerwise
 
 RATE = 1e-2
 

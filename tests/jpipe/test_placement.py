@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jpipe import InputError, Plan
-from jpipe._placement import place, placement_grid
+from jpipe.runtime._placement import place, placement_grid
 
 
 @pytest.fixture

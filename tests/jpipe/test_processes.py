@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 from jax._src import distributed
 
-from jpipe import InputError, _channel, _metrics, _processes, _transport, handshake
-from jpipe._channel import Channel
-from jpipe._desk import Beat, Desk
-from jpipe._processes import Processes
+from jpipe import InputError
+from jpipe.processes import _channel, handshake
+from jpipe.processes import _membership as _processes
+from jpipe.processes._channel import Channel
+from jpipe.processes._coordinator import Beat, Desk
+from jpipe.processes._membership import Processes
+from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} ended without a word: it was killed or crashed, see its own output"
@@ -180,7 +183,7 @@ def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
         go_on(processes[1])
         how = "process 1 stopped: ValueError: no data; process"
         told = [
-            f"jpipe._processes.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
+            f"jpipe.processes._membership.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
             "ValueError: no data",
             f"jpipe: {how} 2 stops while waiting for all processes to finish",
         ]

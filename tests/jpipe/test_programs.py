@@ -29,8 +29,8 @@ from jpipe import (
     sum_layer_costs,
     to_ticks,
 )
-from jpipe._program import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
-from jpipe._steps import Steps
+from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
+from jpipe.programs._steps import Steps
 from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from jpipe import Event, InputError, Pipeline, Plan, StageCost, Tracer, Window, cut_window, fit_costs, lower, simulate
-from jpipe._program import Forward
-from jpipe._state import WorkerState
-from jpipe._trace import _Watcher
+from jpipe.programs._instructions import Forward
+from jpipe.runtime._state import WorkerState
+from jpipe.runtime._trace import _Watcher
 from tests.jpipe import models
 from tests.jpipe.running import check_equal
 
@@ -100,7 +100,7 @@ def test_many_microbatches_cost_no_more_each(monkeypatch):
     """What the tracer looks at per computation does not grow with what is in flight."""
     looked_at = []
     real = jax.tree.leaves
-    monkeypatch.setattr("jpipe._trace.jax.tree.leaves", lambda *a, **k: looked_at.append(1) or real(*a, **k))
+    monkeypatch.setattr("jpipe.runtime._trace.jax.tree.leaves", lambda *a, **k: looked_at.append(1) or real(*a, **k))
     counts = []
     for held in (4, 64):
         watcher = _Watcher(0.0)

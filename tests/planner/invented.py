@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from planner.choose import Ranked
-from planner.profile import Profile
-from planner.simulated import simulated
-from planner.topology import Topology
+from planner.cost.simulated import simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking.choose import Ranked
 
 
 def simulate_all(profile, topology, candidates):

@@ -6,9 +6,9 @@ import optax
 
 from benchmarks.planner import paper_2bw
 from benchmarks.planner.models import gnmt, gpt, mixed_precision_adam, resnet50, vgg16
-from planner.analyze import analyze
-from planner.profile import Profile
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.profile.profile import Profile
 
 FOLDER = Path(__file__).parent / "paper_profiles"
 

@@ -12,10 +12,10 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
-from planner.analyze import analyze
-from planner.topology import Device
-from train.config import ModelConfig
-from train.gpt import gpt
+from planner.machine.topology import Device
+from planner.profile.analyze import analyze
+from train.assemble.gpt import gpt
+from train.config.config import ModelConfig
 
 DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
 

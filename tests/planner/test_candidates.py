@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner.candidates import as_candidate, find_candidates
-from planner.parallel import sweep
-from planner.partition import Placed, Problem, evaluate
-from planner.profile import Profile
-from planner.simulated import simulated
-from planner.topology import Topology
+from planner.cost.simulated import simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.candidates import as_candidate, find_candidates
+from planner.search.parallel import sweep
+from planner.search.partition import Placed, Problem, evaluate
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:

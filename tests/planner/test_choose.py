@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 import jpipe
-import planner.choose
-from planner import table
-from planner.candidates import find_candidates
-from planner.choose import choose
-from planner.draw import draw_choice
-from planner.profile import Profile
-from planner.simulated import simulated
-from planner.topology import Topology
+import planner.ranking.choose
+from planner.cost.simulated import simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking import table
+from planner.ranking.choose import choose
+from planner.ranking.draw import draw_choice
+from planner.search.candidates import find_candidates
 from tests.planner.invented import simulate_all
 
 
@@ -138,6 +138,6 @@ def test_what_really_differs_is_called_by_its_name(why):
 
 def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
     asked = []
-    monkeypatch.setattr(planner.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
+    monkeypatch.setattr(planner.ranking.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
     choose(*TRULY_DIFFERENT["sum"], clips=True)
     assert asked == [True] * 3  # as it is, on free links, without sums

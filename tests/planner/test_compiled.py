@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 import jpipe
-from planner import compiled as module
-from planner.analyze import analyze
-from planner.candidates import find_candidates
-from planner.choose import choose
-from planner.compiled import compiled
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.ranking import compiled as module
+from planner.ranking.choose import choose
+from planner.ranking.compiled import compiled
+from planner.search.candidates import find_candidates
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
 FLOPS = {"flops": {"float32": 1e9}, "memory": 1e9}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from planner import local
+from planner.machine import local
 
 
 def test_the_devices_here_their_links_and_what_they_share(monkeypatch):

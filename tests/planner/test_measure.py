@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 import jpipe
-from planner.analyze import analyze
-from planner.measure import measure, short_groups, split
-from planner.model import Model
-from planner.topology import Device
+from planner.machine.topology import Device
+from planner.profile.analyze import analyze
+from planner.profile.measure import measure, short_groups, split
+from planner.profile.model import Model
 
 LIKE = {"a": "a", "b": "b", "c": "b", "d": "d", "e": "b", "f": "f"}
 

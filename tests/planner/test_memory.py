@@ -6,9 +6,9 @@ import random
 import pytest
 
 import jpipe
-from planner.memory import waiting_inputs
-from planner.partition import Placed, Problem, evaluate
-from planner.topology import Topology
+from planner.cost.memory import waiting_inputs
+from planner.machine.topology import Topology
+from planner.search.partition import Placed, Problem, evaluate
 
 
 def shares(replicas, rng):

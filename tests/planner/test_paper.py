@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jpipe
-from planner.paper import search_paper
-from planner.partition import Problem
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.search.paper import search_paper
+from planner.search.partition import Problem
 
 NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1, 5, 30]), st.sampled_from([0, 2, 20]))
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.planner import __main__ as bench
 from benchmarks.planner import paper_2bw, paper_pipedream, speed
-from planner.pipedream import search
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.search.pipedream import search
 from tests.planner.paper_profiles import read, topology
 
 CLUSTERS = paper_pipedream.topologies()

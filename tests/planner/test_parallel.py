@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import jpipe
-from planner.balance import balance
-from planner.crossings import Crossings
-from planner.memory import stage_bytes, waiting_inputs
-from planner.parallel import EXTRA, sweep
-from planner.profile import Profile
-from planner.simulated import simulated
-from planner.stages import Layers
-from planner.topology import Topology
+from planner.cost.crossings import Crossings
+from planner.cost.memory import stage_bytes, waiting_inputs
+from planner.cost.simulated import simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.balance import balance
+from planner.search.parallel import EXTRA, sweep
+from planner.search.stages import Layers
 
 POLICIES = ("none", "dots_saveable", "full")
 

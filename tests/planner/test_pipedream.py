@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jpipe
-from planner.partition import Placed, Problem, evaluate
-from planner.pipedream import TIE, search
-from planner.runs import Runs
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.search.partition import Placed, Problem, evaluate
+from planner.search.pipedream import TIE, search
+from planner.search.runs import Runs
 
 SHAPES = [(2,), (5,), (6,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 1, 2), (2, 2, 2)]
 POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "full"), ("full", "none")]

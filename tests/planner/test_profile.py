@@ -6,7 +6,7 @@ import pytest
 
 import jpipe
 from jpipe import InputError
-from planner.profile import AtSize, LayerProfile, Profile
+from planner.profile.profile import AtSize, LayerProfile, Profile
 
 
 def layer(name, factor=1, **fields):

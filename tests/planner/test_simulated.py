@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 import jpipe
-from planner.simulated import places, simulated
-from planner.topology import Topology
+from planner.cost.simulated import places, simulated
+from planner.machine.topology import Topology
 
 
 def _plan(replicas=1, schedule="pipedream", microbatches=4, stages=2, **fields):

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from planner import table
-from planner.candidates import find_candidates
-from planner.choose import Choice, choose
-from planner.draw import draw_choice
-from planner.profile import Profile
-from planner.topology import Topology
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking import table
+from planner.ranking.choose import Choice, choose
+from planner.ranking.draw import draw_choice
+from planner.search.candidates import find_candidates
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:

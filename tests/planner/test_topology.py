@@ -6,7 +6,7 @@ import re
 import pytest
 
 import jpipe
-from planner.topology import Topology
+from planner.machine.topology import Topology
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "configs" / "topologies").glob("*.yaml"))
 WORKERS = {

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from train.config import Config
+from train.config.config import Config
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog; "
 

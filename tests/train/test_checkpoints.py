@@ -7,9 +7,9 @@ import pytest
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
-from train.checkpoints import Checkpoints
-from train.config import CheckpointConfig
-from train.together import Together
+from train.checkpoint.checkpoints import Checkpoints
+from train.config.config import CheckpointConfig
+from train.launch.together import Together
 
 
 class Heard(jpipe.Processes):

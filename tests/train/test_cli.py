@@ -20,9 +20,11 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe._optimizer import find_layerwise
-from train import cli, gpt, run_folder
-from train.config import ModelConfig
+from jpipe.model._optimizer import find_layerwise
+from train import cli
+from train.assemble import gpt
+from train.checkpoint import run_folder
+from train.config.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS = []
@@ -178,7 +180,7 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = gpt.gpt(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
-    monkeypatch.setattr("train.gpt.gpt", lambda config: jpipe.LayerStack(stack))
+    monkeypatch.setattr("train.assemble.gpt.gpt", lambda config: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message
@@ -330,7 +332,7 @@ def press_where_it_is_changed():
 
 
 @pytest.mark.parametrize("way", [press, press_where_it_is_lost, press_where_it_is_changed])
-@pytest.mark.parametrize("moment", ["train.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
+@pytest.mark.parametrize("moment", ["train.assemble.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
     real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
     monkeypatch.setattr(moment, lambda *arguments: (ways and ways.pop()(), real(*arguments))[1])

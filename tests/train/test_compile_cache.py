@@ -10,8 +10,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jpipe import InputError
 from tests.train.conftest import changed
 from tests.train.test_loop import rows_of
-from train import compile_cache, loop
-from train.metrics_log import repeatable
+from train.assemble import compile_cache
+from train.report.metrics_log import repeatable
+from train.run import loop
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from jpipe import InputError
-from planner.plain_yaml import parse
-from train import config_file
-from train.config import Config
+from planner.machine.plain_yaml import parse
+from train.config import config_file
+from train.config.config import Config
 
 GPT_BYTES = Path(__file__).parents[2] / "configs" / "gpt-bytes.yaml"
 

@@ -17,10 +17,12 @@ import pytest
 import yaml
 
 from jpipe import InputError, PeerLost, Processes, join_processes
-from train import commands, distributed, loop, rendezvous
+from train import commands
 from train.cli import main
-from train.distributed import Membership, membership
-from train.rendezvous import Address, host, join
+from train.launch import distributed, rendezvous
+from train.launch.distributed import Membership, membership
+from train.launch.rendezvous import Address, host, join
+from train.run import loop
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds, for what should take one

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 import jpipe
-from planner.graph_txt import read_graph_txt
-from planner.plain_yaml import dump, parse
-from planner.topology import Topology
+from planner.machine.plain_yaml import dump, parse
+from planner.machine.topology import Topology
+from planner.profile.graph_txt import read_graph_txt
 from train import cli
-from train.metrics_log import mean_loss, means
-from train.planning import sizes_for
+from train.plan.planning import sizes_for
+from train.report.metrics_log import mean_loss, means
 
 COMMANDS = {
     "train": ["train", "{}.yaml"],

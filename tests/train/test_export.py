@@ -16,9 +16,12 @@ from safetensors.numpy import load_file, save_file
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
-from train import build, cli, export, loop, warm_start
-from train.progress import Reporter
-from train.together import Together
+from train import cli
+from train.assemble import build
+from train.checkpoint import export, warm_start
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.run import loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 STEPS = 40

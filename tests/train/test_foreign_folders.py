@@ -10,13 +10,14 @@ import pytest
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train import data, loop
-from train.build import make_plan
-from train.export import main as export
-from train.resume import find
-from train.run_folder import OUTPUTS, RunFolder
-from train.tensorboard import TensorBoard
-from train.together import Together
+from train.assemble import data
+from train.assemble.build import make_plan
+from train.checkpoint.export import main as export
+from train.checkpoint.resume import find
+from train.checkpoint.run_folder import OUTPUTS, RunFolder
+from train.launch.together import Together
+from train.report.tensorboard import TensorBoard
+from train.run import loop
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
 

@@ -15,19 +15,19 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe._plain import to_plain
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
 from jpipe.checkpoints.records import Damaged, describe, marker_text
 from jpipe.checkpoints.zstd_frames import unpacked
+from jpipe.runtime._plain import to_plain
 from tests.train.conftest import changed
-from train import export
-from train.build import build, param_specs
-from train.config import Config
-from train.progress import Reporter
-from train.resume import Facts, Resumed, find
-from train.starting import begin
-from train.together import Together
+from train.assemble.build import build, param_specs
+from train.checkpoint import export
+from train.checkpoint.resume import Facts, Resumed, find
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.run.starting import begin
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
 FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}

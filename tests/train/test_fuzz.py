@@ -16,10 +16,12 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 import jpipe
-import train.simulate
-from train import cli, config_file, loop, optax_names
-from train.arguments import parameters_of
-from train.config import Config
+import train.plan.simulate
+from train import cli
+from train.config import config_file, optax_names
+from train.config.arguments import parameters_of
+from train.config.config import Config
+from train.run import loop
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [path.read_text() for path in (ROOT / "configs" / "gpt-bytes.yaml", *sorted((ROOT / "examples").glob("*.yaml")))]
@@ -338,7 +340,7 @@ def accepted(monkeypatch) -> list[Config]:
     """The configs that got as far as a model; none is built."""
     configs = []
     monkeypatch.setattr(loop, "main", lambda config, *_: configs.append(config))
-    monkeypatch.setattr(train.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
+    monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
     return configs
 
 
@@ -369,7 +371,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
 def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
-        patch.setattr(train.simulate, "MOST_FORWARDS", 200)
+        patch.setattr(train.plan.simulate, "MOST_FORWARDS", 200)
         patch.setattr(jpipe, "lower", lambda plan, batches: (plans.append(plan), real(plan, batches))[1])
         (tmp_path / "plan.json").write_bytes(content)
         taken = answered("simulate", "plan.json")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train import gpt
-from train.config import ModelConfig
+from train.assemble import gpt
+from train.config.config import ModelConfig
 
 
 def logits_of(config: ModelConfig, tokens: jax.Array) -> jax.Array:

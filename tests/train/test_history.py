@@ -10,8 +10,10 @@ from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from tests.train.test_report import Page
 from tests.train.test_tensorboard import read
-from train import history, loop, optimizer, resume
-from train.config import OptimizerConfig
+from train.assemble import optimizer
+from train.checkpoint import history, resume
+from train.config.config import OptimizerConfig
+from train.run import loop
 
 WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
 OTHER = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "linear_schedule", "lr_arguments": {"end_value": 0.1, "transition_steps": 3}}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jpipe import InputError
-from train import entry_point, shipped_configs
 from train.cli import main
+from train.config import entry_point, shipped_configs
 
 ROOT = Path(__file__).parents[2]
 SAME_NAMES = ("jpipe", "planner", "train")

@@ -17,11 +17,12 @@ import pytest
 from benchmarks.faults.runs import difference, end_of
 from jpipe import InputError, Plan
 from tests.train.conftest import changed
-from train import launch, loop
+from train.checkpoint.run_folder import RunFolder, of_same_job
 from train.cli import main
-from train.config import Config
-from train.process_tree import Tree
-from train.run_folder import RunFolder, of_same_job
+from train.config.config import Config
+from train.launch import launch
+from train.launch.process_tree import Tree
+from train.run import loop
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds, for what should take one

@@ -18,11 +18,13 @@ from rich.console import Console
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train import build, config_file, data, gpt, loop
-from train.metrics_log import repeatable
-from train.optimizer import optimizer
-from train.progress import Reporter
-from train.run_folder import RunFolder
+from train.assemble import build, data, gpt
+from train.assemble.optimizer import optimizer
+from train.checkpoint.run_folder import RunFolder
+from train.config import config_file
+from train.console.progress import Reporter
+from train.report.metrics_log import repeatable
+from train.run import loop
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}

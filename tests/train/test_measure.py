@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import jpipe
-from jpipe import _channel
+from jpipe.processes import _channel
 from tests.train.conftest import changed
-from train import build, gather, loop
-from train.measure import Measure
-from train.progress import Reporter
+from train.assemble import build
+from train.console.progress import Reporter
+from train.launch import gather
+from train.report.measure import Measure
+from train.run import loop
 
 
 class Recorded(jpipe.Tracer):
@@ -66,7 +68,7 @@ def test_no_evaluation_falls_into_a_window(monkeypatch, tiny):
 
 
 def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):
-    monkeypatch.setattr("train.measure.MOST_FORWARDS", 10)
+    monkeypatch.setattr("train.report.measure.MOST_FORWARDS", 10)
     summary = loop.main(changed(tiny, train={"eval_every": 50}))
     assert summary.measured is not None
     assert summary.predicted is None

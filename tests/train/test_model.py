@@ -11,8 +11,10 @@ import yaml
 
 import jpipe
 from tests.train.test_loop import rows_of
-from train import cli, config_file, entry_point, model
-from train.config import Config, LossConfig, ModelConfig
+from train import cli
+from train.assemble import model
+from train.config import config_file, entry_point
+from train.config.config import Config, LossConfig, ModelConfig
 
 OWN = '''
 """What a user may write."""

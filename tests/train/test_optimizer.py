@@ -12,9 +12,9 @@ import pytest
 
 from jpipe import InputError
 from tests.optimizers import lenient
-from train import optax_names
-from train.config import OptimizerConfig
-from train.optimizer import lr_schedule, optimizer
+from train.assemble.optimizer import lr_schedule, optimizer
+from train.config import optax_names
+from train.config.config import OptimizerConfig
 
 PARAMS = {
     "block_0": {"qkv": {"kernel": jnp.full((4, 6), 2.0), "bias": jnp.ones(6)}, "norm": {"scale": jnp.ones(4)}},

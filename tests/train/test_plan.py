@@ -11,11 +11,12 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from planner.profile import Profile
-from planner.topology import Topology
-from train import auto, cli, planning
-from train.planning import sizes_for
-from train.progress import Reporter
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from train import cli
+from train.console.progress import Reporter
+from train.plan import auto, planning
+from train.plan.planning import sizes_for
 
 IDS = ("embed", "block_0", "head")
 MEASURED = "--set=train.steps=8", "--set=train.eval_every=8"  # long enough for a window that is traced

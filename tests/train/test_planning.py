@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 import jpipe
-from planner.candidates import find_candidates
-from planner.compiled import Compiled
-from planner.profile import Profile
-from planner.topology import Topology
-from train import auto, planning
-from train.config import Config
-from train.planning import Found, Parts, Request, prove, search
-from train.progress import Reporter
-from train.together import Together
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking.compiled import Compiled
+from planner.search.candidates import find_candidates
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.plan import auto, planning
+from train.plan.planning import Found, Parts, Request, prove, search
 
 IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}

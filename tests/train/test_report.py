@@ -11,10 +11,10 @@ import pytest
 
 import jpipe
 from tests.train import browser
-from train import loss_curve
-from train.history import Part
-from train.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
-from train.stage_times import Stage
+from train.checkpoint.history import Part
+from train.report import loss_curve
+from train.report.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
+from train.report.stage_times import Stage
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
 STEPS = 300

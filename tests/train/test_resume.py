@@ -14,15 +14,16 @@ import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.test_loop import changed, rows_of
-from train import checkpoints, loop
-from train.config import Config
-from train.launch import JOB
-from train.metrics_log import RunStopped
-from train.numeric_settings import numeric_settings
-from train.resume import Facts, Resumed
-from train.run_folder import RunFolder, write_atomically
-from train.starting import check_shared
-from train.together import Together
+from train.checkpoint import checkpoints
+from train.checkpoint.resume import Facts, Resumed
+from train.checkpoint.run_folder import RunFolder, write_atomically
+from train.config.config import Config
+from train.launch.launch import JOB
+from train.launch.numeric_settings import numeric_settings
+from train.launch.together import Together
+from train.report.metrics_log import RunStopped
+from train.run import loop
+from train.run.starting import check_shared
 
 
 class Killed(Exception):

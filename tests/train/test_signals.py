@@ -15,10 +15,14 @@ import pytest
 from jpipe import Plan
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train import checkpoints, cli, interrupt, jax_runtime, launch, loop, output, preemption, process_tree, signals
-from train.config_file import to_yaml
-from train.preemption import Preemption
-from train.rendezvous import Address
+from train import cli
+from train.checkpoint import checkpoints
+from train.config.config_file import to_yaml
+from train.console import interrupt, output, preemption, signals
+from train.console.preemption import Preemption
+from train.launch import jax_runtime, launch, process_tree
+from train.launch.rendezvous import Address
+from train.run import loop
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds, for what takes one

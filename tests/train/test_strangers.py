@@ -13,11 +13,12 @@ import jax
 import pytest
 from jax._src import distributed as jax_state
 
-from jpipe import InputError, handshake
-from jpipe._channel import Channel, JaxStore, Limits
-from jpipe._desk import Beat
-from train import distributed, jax_runtime, rendezvous
-from train.rendezvous import Address, Meeting
+from jpipe import InputError
+from jpipe.processes import handshake
+from jpipe.processes._channel import Channel, JaxStore, Limits
+from jpipe.processes._coordinator import Beat
+from train.launch import distributed, jax_runtime, rendezvous
+from train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
 SECRET = b"known to the processes"

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.record_writer import RecordWriter
 
-from train import interrupt
-from train.tensorboard import TensorBoard
+from train.console import interrupt
+from train.report.tensorboard import TensorBoard
 
 
 @pytest.fixture

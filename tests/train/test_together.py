@@ -20,10 +20,13 @@ import pytest
 import yaml
 
 from jpipe import InputError, PeerLost, Plan, Processes
-from jpipe._desk import Desk
+from jpipe.processes._coordinator import Desk
 from tests.train.conftest import changed
-from train import cli, config_file, distributed, loop, together
-from train.metrics_log import RunStopped, repeatable
+from train import cli
+from train.config import config_file
+from train.launch import distributed, together
+from train.report.metrics_log import RunStopped, repeatable
+from train.run import loop
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds, for what takes ten

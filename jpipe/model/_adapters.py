@@ -1,0 +1,139 @@
+"""Layers made of what users have: functions, Flax Linen modules, constructors of Flax NNX modules."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+from flax import linen, nnx
+
+from jpipe._errors import InputError, cause
+from jpipe.model._layer import Layer
+from jpipe.model._nnx import nnx_layer
+
+Tree = Any
+
+_MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
+"""By the name of a parameter what it is given in training; in evaluation it gets the opposite."""
+
+_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # in the name of a flag that may say whether to train
+
+
+def adapt(layer_id: str, layer: Any) -> Layer:
+    """The layer that a user gave as something else; a `Layer` as it is.
+
+    Raises:
+        InputError: nothing that can be a layer.
+    """
+    if isinstance(layer, Layer):
+        return layer
+    if isinstance(layer, linen.Module):
+        return _linen(layer_id, layer)
+    if isinstance(layer, type) and issubclass(layer, linen.Module):
+        name = layer.__name__
+        raise InputError(f"layer '{layer_id}' is the Linen class {name}; give an instance of it, such as {name}(…)")
+    if isinstance(layer, nnx.Module):
+        raise InputError(
+            f"layer '{layer_id}' is an NNX module that is built already; give its constructor instead, "
+            f"lambda rngs: {type(layer).__name__}(..., rngs=rngs), so that planning allocates nothing"
+        )
+    if callable(layer) and has_parameter(layer, "rngs"):
+        return nnx_layer(layer_id, layer, functools.partial(_modes, layer_id))
+    if isinstance(layer, type) and issubclass(layer, nnx.Module):
+        name = layer.__name__
+        raise InputError(f"layer '{layer_id}' is the NNX class {name}, which takes no rngs; give lambda rngs: {name}(…)")
+    if callable(layer):
+        return _function(layer_id, layer)
+    raise InputError(
+        f"layer '{layer_id}' is {type(layer).__name__}; expected an NNX constructor (a callable with a parameter 'rngs'), "
+        "a Linen module, a function of the input, or a jpipe.Layer"
+    )
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a callable takes an argument of this name; False where that cannot be known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, type):  # a class: flax's metaclass hides the signature of its constructor
+        function = getattr(function, "__init__")  # noqa: B009 - read, never called
+    return name in _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
+        return {}
+
+
+def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
+    """The arguments that tell a callable whether it trains, as a function of that.
+
+    Args:
+        layer_id: of the layer, for messages.
+        call: what is called with the layer's input.
+        given: whether a parameter has its value from elsewhere, and is to be left alone.
+
+    Raises:
+        InputError: a parameter that looks like one of these and is none that we know.
+    """
+    parameters = list(_parameters(call).values())
+    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
+    for parameter in parameters[1:]:
+        if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
+            raise InputError(
+                f"layer '{layer_id}': expected one of {', '.join(_MODES)} as the parameter that says whether it trains, "
+                f"found '{parameter.name}'; rename it, or wrap the layer"
+            )
+    return lambda train: {name: _MODES[name] == train for name in names}
+
+
+def _looks_like_mode(parameter: inspect.Parameter) -> bool:
+    name, default = parameter.name.lower(), parameter.default
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    if isinstance(default, str):  # mode="train"
+        return any(word in default.lower() for word in _LIKE_MODES)
+    return (default is inspect.Parameter.empty or isinstance(default, bool)) and any(word in name for word in _LIKE_MODES)
+
+
+def _function(layer_id: str, function: Callable[..., Tree]) -> Layer:
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    mode = _modes(layer_id, function, lambda parameter: parameter.name in bound)
+    return Layer(init=lambda key, x: ({}, {}), apply=lambda params, state, x, key, train: (function(x, **mode(train)), state))
+
+
+def _linen(layer_id: str, module: linen.Module) -> Layer:
+    # Linen refuses an argument where the attribute of the same name is set: that one decides.
+    call = functools.partial(type(module).__call__, module)
+    mode = _modes(layer_id, call, lambda parameter: getattr(module, parameter.name, None) is not None)
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
+        state = dict(module.init(keys, x, **mode(True)))
+        params = state.pop("params", {})
+        if not state:
+            return params, state
+        # Statistics of float64 inputs begin as float32 and become float64 in the first forward: they begin so.
+        after = jax.eval_shape(lambda: apply(params, state, x, keys["dropout"], True)[1])
+        return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        rngs = {"dropout": key} if key is not None else {}
+        variables = {"params": params, **state}
+        try:
+            if not train or not state:
+                return module.apply(variables, x, rngs=rngs, **mode(train)), state
+            y, new_state = module.apply(variables, x, rngs=rngs, mutable=list(state), **mode(train))
+            return y, {**state, **new_state}
+        except flax.errors.InvalidRngError as error:
+            when = "in training" if train else "in evaluation"
+            raise InputError(
+                f"layer '{layer_id}' draws random numbers {when}, and jpipe has none for it there: {cause(error)}; give its __call__ a "
+                "parameter train, pass deterministic=not train to its dropout, and draw from the stream 'dropout' only"
+            ) from error
+
+    # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
+    return Layer(init, apply, stochastic=bool(mode(True)), owner=module)

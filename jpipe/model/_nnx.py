@@ -1,0 +1,191 @@
+"""Flax NNX modules as layers: split into parameters and state, merged again for each call."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpipe._errors import InputError, callers_code, cause, short
+from jpipe.model._dependence import reached
+from jpipe.model._layer import Layer, key_spec
+
+Tree = Any
+Modes = Callable[[Callable[..., Any], Callable[[inspect.Parameter], bool]], Callable[[bool], dict[str, Any]]]
+
+_ARRAYS = "an array"  # may change: they are layer state
+_FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train() and eval() set
+
+
+def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Modes) -> Layer:
+    """The layer of a module: its `nnx.Param`s are trained, all other variables and arrays are layer state.
+
+    Args:
+        layer_id: for messages.
+        constructor: takes `rngs`.
+        modes: finds the arguments of a call that say whether it trains.
+
+    Raises:
+        InputError: the constructor fails or returns something else; when it is traced, a forward that changes what is no array.
+    """
+
+    def build(key: jax.Array) -> Any:  # checked below: the constructor is the caller's
+        module = constructor(rngs=nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+        _mark_arrays(module)
+        _set_to_train(module)
+        return module
+
+    def split(module: nnx.Module) -> Any:
+        return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+    graphs: dict[bool, Any] = {}
+    classes: list[Any] = []
+
+    def trace(key: jax.Array) -> Any:  # not nnx.eval_shape, which loses arrays that are in no nnx.Variable
+        module = build(key)
+        classes.append(type(module))
+        graphs[True], *parts = split(module)
+        module.eval()
+        graphs[False] = split(module)[0]
+        return parts
+
+    with callers_code(lambda error: f"layer '{layer_id}': its constructor fails: {cause(error)}; mend it there"):
+        abstract = jax.eval_shape(trace, key_spec())
+    # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
+    mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)
+    params_form, rng_form, state_form = (jax.tree.structure(part) for part in abstract)
+    rng_specs = jax.tree.leaves(abstract[1])
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        _, params, _, state = split(build(key))
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+    def rng_state(key: jax.Array | None) -> list[jax.Array]:
+        """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
+        base = jax.random.key(0) if key is None else key  # in evaluation nothing is drawn
+        return [
+            _keys_like(spec, jax.random.fold_in(base, i))
+            if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+            else jnp.zeros(spec.shape, spec.dtype)
+            for i, spec in enumerate(rng_specs)
+        ]
+
+    def forward(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
+        """The output, and the module after it."""
+        parts = (
+            jax.tree.unflatten(params_form, jax.tree.leaves(params)),
+            jax.tree.unflatten(rng_form, rng_state(key)),
+            jax.tree.unflatten(state_form, jax.tree.leaves(state)),
+        )
+        module = nnx.merge(graphs[train], *parts)
+        before = _static_attributes(module)
+        y = module(x, **mode(train))
+        _refuse_changed(layer_id, before, _static_attributes(module))
+        return y, module
+
+    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        y, module = forward(params, state, x, key, train)
+        _, new_params, _, new_state = split(module)
+        if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
+            _refuse_learning(layer_id, lambda p, v: split(forward(p, state, v, key, train)[1])[1], params, x)
+        return y, nnx.to_pure_dict(new_state) if train else state
+
+    return Layer(init, apply, stochastic=bool(rng_specs))
+
+
+def _set_to_train(module: nnx.Module) -> None:
+    """As `module.train()`, but what its author has frozen stays frozen: a constructor is the only place to say so."""
+    frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]
+    module.train()
+    for part, name in frozen:
+        setattr(part, name, True)
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.MultiHeadAttention) and part.decode is None:  # nothing is decoded here
+            part.decode = False
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Tell Flax which attributes are arrays: of those that are in no `nnx.Variable` it does not see it while they are traced."""
+    for _, part in nnx.iter_modules(module):
+        for name, value in list(_attributes(part)):
+            if not nnx.is_data(value) and _holds_arrays(value):
+                setattr(part, name, nnx.data(value))
+
+
+def _attributes(part: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Those that are not Flax's own."""
+    return ((name, value) for name, value in vars(part).items() if not str(name).startswith(("_pytree__", "_object__")))
+
+
+def _holds_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(value))
+
+
+def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
+    """As many keys as `spec` has (modules that are vmapped or scanned hold a stack of them), from one."""
+    return jax.random.split(key, spec.shape) if spec.shape else key
+
+
+def _static_attributes(module: nnx.Module) -> dict[str, Any]:
+    """By path the attributes that are neither variables nor modules: numbers, text, None. Of arrays only that they are some."""
+    found: dict[str, Any] = {}
+    for path, part in nnx.iter_modules(module):
+        for name, value in _attributes(part):
+            is_cache = isinstance(getattr(type(part), str(name), None), functools.cached_property)
+            if isinstance(value, (nnx.Variable, nnx.Pytree)) or is_cache:
+                continue
+            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """A copy of containers, those inside included; what else they hold is the same."""
+    if type(value) is dict:
+        return {key: _copied(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.copy() if isinstance(value, (list, dict, set)) else value
+
+
+def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name in {**before, **after}:
+        if name not in before or name not in after or not _same(before[name], after[name]):
+            was, now = (short(found[name]) if name in found else "nothing" for found in (before, after))
+            raise InputError(
+                f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
+                "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
+            )
+
+
+def _refuse_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
+    """Refuse a forward that writes something of its input into a parameter. What is made of the weights alone (`nnx.WeightNorm`) is
+    made again by each forward.
+
+    Args:
+        layer_id: for the message.
+        written: the parameters after a forward, of (parameters, input).
+        params: the parameters.
+        x: the input.
+    """
+    jaxpr = jax.make_jaxpr(written)(params, x).jaxpr
+    by_input = reached(jaxpr, [0] * len(jax.tree.leaves(params)) + [1] * len(jax.tree.leaves(x)))
+    for (path, _), is_reached in zip(jax.tree_util.tree_flatten_with_path(params)[0], by_input, strict=True):
+        if is_reached:
+            raise InputError(
+                f"layer '{layer_id}': its forward writes what it computes of its input into the parameter "
+                f"{jax.tree_util.keystr(path)}, which would be lost: the optimizer alone changes parameters; make it an nnx.Variable of "
+                "another kind, such as nnx.BatchStat"
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # an object of the user's that cannot be compared
+        return False

@@ -1,0 +1,228 @@
+"""An optax optimizer applied to each layer by itself, and the probe that refuses one that would give other numbers that way."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxpr_as_fun
+
+from jpipe._errors import InputError, callers_code, cause
+from jpipe.model._dependence import reached
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class LayerwiseOptimizer:
+    """An optax transformation that is given one layer at a time, as `{layer id: params}`.
+
+    Attributes:
+        transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
+        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
+            itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
+            masks and labels that were given as trees need.
+    """
+
+    transformation: optax.GradientTransformation
+    blank: Mapping[str, Tree]
+
+    def init(self, layer_id: str, params: Tree) -> Tree:
+        """The optimizer state of one layer."""
+        with _optax_promotion():
+            return self.transformation.init({**self.blank, layer_id: params})
+
+    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        with _optax_promotion():
+            updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
+            own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
+            return optax.apply_updates(params, own), state
+
+
+@contextmanager
+def _optax_promotion() -> Iterator[None]:
+    """Optax's own adam mixes dtypes: strict promotion set by the user is for the user's code, not for optax's."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# The probe ------------------------------------------------------------------------------------------------------------
+
+_UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
+_STEPS = 100  # at most
+_NAN_STEP = 6
+_LAYERS = 12  # that are tried, at most
+_EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
+
+
+def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseOptimizer:
+    """The optimizer layer by layer, or a refusal where that would give other numbers.
+
+    Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
+    parameters or the state of another layer, at any step. Then it runs on tiny arrays, whole and layer by layer, for a few steps with
+    gradients from 1e-6 to 1e6, another size for each layer at each step, later with one layer NaN: updates and states must agree.
+    An optimizer that fails on the model's structure is refused too.
+
+    Args:
+        transformation: what the user gave.
+        specs: shapes of all parameters by layer id.
+
+    Raises:
+        InputError: says which layer depends on which, or differs first, and what to use instead.
+    """
+    if not isinstance(transformation, optax.GradientTransformation):
+        hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
+        raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
+
+    def message(error: BaseException) -> str:
+        return (
+            f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
+            f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
+            "more than gradients, state and params (a loss value, a function) cannot be used"
+        )
+
+    with callers_code(message):
+        coupled = _coupled_layers(transformation, specs)
+    if coupled is not None:
+        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled))
+    blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
+    alone, in_structure = LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)
+    with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
+        tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
+        if not _difference(alone, blank, tiny):
+            return alone
+        if difference := _difference(in_structure, blank, tiny):
+            raise _refusal(difference)
+    return in_structure
+
+
+def _refusal(why: str) -> InputError:
+    return InputError(
+        f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; leave out the part that "
+        "looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); to clip by the "
+        "global norm use clip_global_norm of the pipeline"
+    )
+
+
+def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
+    """A layer whose update depends on another layer, at the first step or later through the state, and that other layer."""
+    ids = sorted(specs)  # as the leaves of a dict come
+    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
+    with _optax_promotion():
+        init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
+        update = jax.make_jaxpr(transformation.update)(dict(specs), state, dict(specs)).jaxpr
+    of_state = reached(init.jaxpr, marks)
+    while True:
+        results = reached(update, [*marks, *of_state, *marks])
+        of_updates, after = results[: len(marks)], results[len(marks) :]
+        grown = [old | new for old, new in zip(of_state, after, strict=True)]
+        if grown == of_state:
+            break
+        of_state = grown
+    for own, mark in zip(marks, of_updates, strict=True):
+        if others := mark & ~own:
+            return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
+    return None
+
+
+def _some(ids: list[str]) -> list[str]:
+    """All of a few layers; of many the first, the last, and some between them."""
+    if len(ids) <= _LAYERS:
+        return ids
+    return [ids[i * (len(ids) - 1) // (_LAYERS - 1)] for i in range(_LAYERS)]
+
+
+def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> str:
+    """How these layers one by one differ from these layers together, in words; nothing where they do not.
+
+    Args:
+        layerwise: one by one.
+        blank: the structure of the whole model, in which they are together.
+        params: the layers.
+    """
+    whole = _Run(layerwise.transformation, {**blank, **params})
+    try:
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: tree}) for i, tree in params.items()}
+    except Exception as error:
+        return f"on one layer alone it fails: {cause(error)}"
+    updates = step = 0
+    while updates < _UPDATES and step < _STEPS:
+        gradients = _gradients(params, step)
+        expected = whole.step({**blank, **gradients})
+        for layer_id in params:
+            found = split[layer_id].step({**layerwise.blank, layer_id: gradients[layer_id]})
+            if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
+                return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
+        updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
+        step += 1
+    return ""
+
+
+class _Run:
+    """One optimizer at work on some tree."""
+
+    def __init__(self, transformation: optax.GradientTransformation, params: Tree) -> None:
+        def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
+            updates, state = transformation.update(gradients, state, params)
+            return updates, state, optax.apply_updates(params, updates)
+
+        self._params, self._state = params, transformation.init(params)
+        self._update = _prepared(update, params, self._state, params)
+
+    def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
+        """The arrays of the updates and of the new state, by their paths."""
+        updates, self._state, self._params = self._update(gradients, self._state, self._params)
+        return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
+
+
+def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
+    """The function traced once, then run operation by operation: for a few tiny steps far quicker than compiling, unless it loops."""
+    closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    run = jaxpr_as_fun(closed)
+    if re.search(r"\b(while|scan|cond)\[", str(closed)):
+        run = jax.jit(run)
+    form = jax.tree.structure(output)
+    return lambda *arguments: jax.tree.unflatten(form, run(*jax.tree.leaves(arguments)))
+
+
+def _tiny(spec: Any) -> jax.Array:
+    """An array with the dtype and the number of dims of `spec` and at most two entries in each dim, so small that tiny updates show."""
+    shape = tuple(min(size, 2) for size in spec.shape)
+    return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
+
+
+def _gradients(params: Mapping[str, Tree], step: int) -> dict[str, Tree]:
+    generator = np.random.default_rng(step)
+    gradients = {}
+    for number, (layer_id, tree) in enumerate(params.items()):
+        size = 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
+        if step == _NAN_STEP and number == step % len(params):
+            size = np.nan
+        gradients[layer_id] = jax.tree.map(lambda leaf, size=size: _noise(generator, leaf, size), tree)
+    return gradients
+
+
+def _noise(generator: np.random.Generator, leaf: jax.Array, size: float) -> jax.Array:
+    largest = float(jnp.finfo(leaf.dtype).max) / 8
+    return jnp.asarray(np.clip(size * generator.normal(size=leaf.shape), -largest, largest), leaf.dtype)
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.all(a == b))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.abs(a[np.isfinite(a)])
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * finite.max(initial=0.0), equal_nan=True))

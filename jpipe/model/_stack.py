@@ -1,0 +1,244 @@
+"""The model as an ordered mapping of layers."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from jpipe._errors import InputError, callers_code, cause, shortened
+from jpipe.model._adapters import adapt, has_parameter
+from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
+
+Tree = Any  # a pytree of arrays
+
+_SETTINGS = "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl"  # that change specs
+
+
+class LayerStack:
+    """The model: layers by id, in order; what flows from one to the next is any pytree.
+
+    A layer is given as
+    - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
+    - a Flax Linen module;
+    - any other callable: a function of the layer's input, without parameters;
+    - a `Layer`, for everything else.
+
+    Whether it trains is passed to parameters named `train`, `training` or `is_training` (True in training), `deterministic` or
+    `use_running_average` (False in training), where the call has them. docs/concepts.md says what a layer can be in detail.
+
+    Initialization and dropout depend on (key, layer id, microbatch) only, never on where the stack is cut.
+
+    Args:
+        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+
+    Raises:
+        InputError: a layer that is none of the above, no layer at all, or a parameter shared by two layers.
+
+    Example:
+        >>> stack = LayerStack({"in": lambda rngs: nnx.Linear(4, 8, rngs=rngs), "act": jnp.tanh})
+        >>> stack.ids
+        ('in', 'act')
+    """
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        if not isinstance(layers, Mapping):
+            raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
+        if not layers:
+            raise InputError("LayerStack: expected at least one layer, found none")
+        for layer_id in layers:
+            if not isinstance(layer_id, str) or not layer_id:
+                raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
+        _refuse_shared_modules(layers)
+        same: dict[int, Layer] = {}
+        for layer_id, layer in layers.items():
+            if id(layer) not in same:
+                same[id(layer)] = adapt(layer_id, layer)
+        self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
+        self._given = {layer_id: id(layer) for layer_id, layer in layers.items()}
+        self._alive = list(layers.values())  # so that no id() is used twice
+        self._known: dict[Any, LayerSpec] = {}
+        _refuse_shared_owners(self.layers)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The layer ids, in order."""
+        return tuple(self.layers)
+
+    def __repr__(self) -> str:
+        return f"LayerStack({shortened(self.ids)})"
+
+    def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
+        """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.
+
+        Args:
+            layer_id: which layer.
+            key: the random key of the run.
+        """
+        return _fold(jax.random.fold_in(key, 0), layer_id)
+
+    def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        """(parameters, state) of one layer.
+
+        Args:
+            layer_id: which layer.
+            key: the random key of the run.
+            x: an input of the layer, or any arrays of its shapes and dtypes.
+        """
+        return self.layers[layer_id].init(self.init_key(layer_id, key), x)
+
+    def apply(
+        self, ids: Sequence[str], params: Tree, state: Tree, x: Tree, *, key: jax.Array | None, microbatch: Any, train: bool
+    ) -> tuple[Tree, Tree]:
+        """Run consecutive layers.
+
+        Args:
+            ids: which layers, in order.
+            params: parameters by layer id.
+            state: layer state by layer id.
+            x: the input of the first of them, for one microbatch.
+            key: the random key of the run; needed in training if a layer draws random numbers.
+            microbatch: counted from the beginning of the run; dropout depends on it.
+            train: False in evaluation: nothing is drawn, batch statistics are used as they are.
+
+        Returns:
+            The output of the last layer, and the new state by layer id.
+        """
+        new_state = {}
+        for layer_id in ids:
+            layer = self.layers[layer_id]
+            drawn = None
+            if train and layer.stochastic:
+                assert key is not None
+                drawn = jax.random.fold_in(_fold(jax.random.fold_in(key, 1), layer_id), microbatch)
+            x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
+        return x, new_state
+
+    def is_stochastic(self, ids: Sequence[str]) -> bool:
+        """Whether any of the layers `ids` draws random numbers in training."""
+        return any(self.layers[layer_id].stochastic for layer_id in ids)
+
+    def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
+        """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
+
+        Args:
+            inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
+            ids: only these consecutive layers; `inputs` are those of the first of them. All by default.
+
+        Raises:
+            InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
+                real floating point; its state or its output in evaluation has other shapes than in training.
+        """
+        found: dict[str, LayerSpec] = {}
+        try:
+            before, x = "the batch", jax.tree.map(spec_of, inputs)
+        except TypeError:  # text, objects
+            raise InputError(f"inputs: expected arrays of numbers, found {describe(inputs)}") from None
+        for layer_id in self.layers if ids is None else ids:
+            like = self._like(layer_id, x)
+            if like not in self._known:
+                self._known[like] = self._spec(layer_id, before, x)
+            found[layer_id] = self._known[like]
+            before, x = layer_id, found[layer_id].output
+        return found
+
+    def _like(self, layer_id: str, x: Tree) -> Any:
+        """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
+        leaves, form = jax.tree.flatten(x)
+        settings = tuple(jax.config.values[name] for name in _SETTINGS)
+        return self._given[layer_id], layer_id == self.ids[-1], form, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+
+    def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
+        """The shapes and dtypes around one layer, whose input `x` comes from `before`."""
+        layer, key = self.layers[layer_id], key_spec()
+
+        def message(error: BaseException) -> str:
+            is_of_shapes = isinstance(error, (TypeError, ValueError))
+            fit = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
+            return (
+                f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {fit}mend '{layer_id}'"
+            )
+
+        def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
+            y, new_state = layer.apply(params, state, x, key, True)
+            if layer_id != self.ids[-1]:
+                refuse_python_values(layer_id, y)
+            return y, new_state
+
+        with callers_code(message):
+            params, state = jax.eval_shape(layer.init, key, x)
+            y, new_state = jax.eval_shape(forward, params, state, x, key)
+            evaluated, _ = jax.eval_shape(lambda p, s, v: layer.apply(p, s, v, None, False), params, state, x)
+        _refuse_untrainable(layer_id, params)
+        _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
+        _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
+        return LayerSpec(x, params, state, y)
+
+
+def _fold(key: jax.Array, layer_id: str) -> jax.Array:
+    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits, in the two halves that a key takes
+    for half in (digest[:4], digest[4:]):
+        key = jax.random.fold_in(key, int.from_bytes(half, "little"))
+    return key
+
+
+def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
+    if jax.tree.map(spec_of, found) != jax.tree.map(spec_of, expected):
+        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(found)}")
+
+
+def _refuse_untrainable(layer_id: str, params: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        remedy = "keep its real and imaginary parts as two parameters" if is_complex else "make it layer state"
+        name = f"{layer_id}{jax.tree_util.keystr(path)}"
+        raise InputError(f"parameter {name} is {leaf.dtype}: only real floating-point parameters can be trained; {remedy}")
+
+
+def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
+    """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
+    seen: dict[int, str] = {}
+    alive = []  # keeps the built modules alive, so that an id() is not used twice
+    calls = Counter[int]()
+    for layer_id, layer in layers.items():
+        calls[id(layer)] += 1
+        if calls[id(layer)] > 2:
+            continue  # what one constructor hands out twice shows in two calls
+        if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer) or not has_parameter(layer, "rngs"):
+            continue
+
+        def record(key: jax.Array, layer_id: str = layer_id, layer: Any = layer) -> None:
+            module = layer(rngs=nnx.Rngs(key))
+            alive.append(module)
+            for path, node in nnx.iter_graph(module):
+                if not isinstance(node, nnx.Param):
+                    continue
+                if seen.setdefault(id(node), layer_id) != layer_id:
+                    name = ".".join(str(part) for part in path)
+                    raise _shared(seen[id(node)], layer_id, name)
+
+        try:
+            jax.eval_shape(record, key_spec())
+        except (InputError, KeyboardInterrupt):
+            raise
+        except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
+            continue
+
+
+def _refuse_shared_owners(layers: Mapping[str, Layer]) -> None:
+    seen: dict[int, str] = {}
+    for layer_id, layer in layers.items():
+        if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:
+            raise _shared(seen[id(layer.owner)], layer_id, type(layer.owner).__name__)
+
+
+def _shared(first: str, second: str, name: str) -> InputError:
+    return InputError(
+        f"layers '{first}' and '{second}' share the parameter or module '{name}'; shared parameters (tied weights) are not supported, "
+        f"because two stages would train two copies of it; give '{second}' its own (for a Linen module: module.clone())"
+    )

@@ -1,0 +1,249 @@
+"""Moves arrays between processes: from one device to another, and sums over devices, by collectives over just the devices concerned.
+
+The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of time, one for each kind of tree (structure, shapes,
+dtypes), so that no process waits in a collective for another's compiler.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
+
+Rows = list[jax.Array]  # one for each device or from each
+_Step = Callable[[Tree], Tree]  # of a sum
+
+_BYTE = Spec((), jnp.uint8)
+_BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
+
+
+class Link:
+    """One direction between two devices of different processes.
+
+    Both processes make the link and compile the same specs before anything moves; then the receiver takes the messages in the order in
+    which they are sent. Different links work from different threads at once: one that is blocked delays no other, and no computation.
+    A link is for one thread at a time, and two devices have one link a direction: gloo would mix what two of them carry.
+
+    Args:
+        source: the device that sends.
+        to: the device that receives.
+    """
+
+    def __init__(self, source: jax.Device, to: jax.Device) -> None:
+        self._group = Group((source, to))
+        self._byte = self._group.compile(_onward, _BYTE)
+        self._sends = self._group.device == source
+        self._programs: dict[Kind, _Moves] = {}
+
+    def compile(self, spec: Tree) -> None:
+        """Make ready for one kind of message. The receiving process keeps an array for each leaf of it.
+
+        Args:
+            spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
+        """
+        kind = kind_of(spec)
+        if kind in self._programs:
+            return
+        packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+        programs = [self._group.compile(_onward, array) for array in packing.arrays]
+        placeholders = [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
+        self._programs[kind] = _Moves(packing, programs, [] if self._sends else jax.block_until_ready(placeholders))
+
+    def connect(self) -> None:
+        """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
+
+        Without it the first message does so, and gloo gives up if the peer is not there for that message within 30 s.
+        """
+        self._byte(self._group.zeros(_BYTE))
+
+    def send(self, tree: Tree) -> None:
+        """Send a message, in the process of `source`. On CPUs this returns when the receiver has it.
+
+        Args:
+            tree: arrays on `source`, of a kind that was compiled. They are not copied and not consumed.
+        """
+        assert self._sends, "this process has the receiving end of the link"
+        packing, programs, _ = self._programs[known(tree, self._programs)]
+        for program, array in zip(programs, packing.pack(jax.tree.leaves(tree)), strict=True):
+            program(array)
+
+    def receive(self, spec: Tree) -> Tree:
+        """Take the next message, in the process of `to`. On CPUs this returns when it is there.
+
+        Args:
+            spec: the kind of the message, one that was compiled.
+
+        Returns:
+            The message, committed to `to`, bit for bit as it was sent.
+        """
+        assert not self._sends, "this process has the sending end of the link"
+        kind = known(spec, self._programs)
+        packing, programs, placeholders = self._programs[kind]
+        arrays = [program.run(placeholder) for program, placeholder in zip(programs, placeholders, strict=True)]
+        return jax.tree.unflatten(kind[0], packing.unpack(arrays))
+
+
+class _Moves(NamedTuple):
+    """How one kind of message gets over a link.
+
+    Attributes:
+        packing: of its leaves.
+        programs: one for each array that travels.
+        placeholders: what the receiver puts in to get those out; making them would cost as much memory traffic as the message.
+    """
+
+    packing: Packing
+    programs: list[Collective]
+    placeholders: Rows
+
+
+class Reduction:
+    """The sum over devices of different processes, one each.
+
+    The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
+    adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
+    up all; more of them a share of the tree to each, and then the sum of the own share to all. Not `psum`: gloo adds in an order of its
+    own, XLA has another thread do it, and a kilobyte takes 4 ms where a process has one core.
+
+    Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
+    before the other starts.
+
+    Args:
+        devices: in the order in which their parts are added.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self._group = Group(devices)
+        self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
+        self._programs: dict[Kind, list[_Step]] = {}
+
+    def compile(self, spec: Tree) -> None:
+        """Make ready for one kind of tree.
+
+        Args:
+            spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
+        """
+        kind = kind_of(spec)
+        if kind not in self._programs:
+            packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+            self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
+
+    def connect(self) -> None:
+        """Open the connections, as `Link.connect` does."""
+        for group, gather in self._bytes.items():
+            gather(group.zeros(_BYTE))
+
+    def __call__(self, tree: Tree) -> Tree:
+        """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
+
+        Args:
+            tree: arrays on this process's device, of a kind that was compiled. They are not consumed.
+
+        Returns:
+            The sum, committed to the same device.
+        """
+        kind = known(tree, self._programs)
+        moved = jax.tree.leaves(tree)
+        for step in self._programs[kind]:
+            moved = step(moved)
+        return jax.tree.unflatten(kind[0], moved)
+
+    @cached_property
+    def _reversed(self) -> Group:
+        """The devices in the other order have connections of their own; opened only where they are used."""
+        group = Group(self._group.devices[::-1])
+        self._bytes[group] = group.compile(_gathered, _BYTE)
+        return group
+
+    def _of_two(self, packing: Packing) -> list[_Step]:
+        """Each gets all that the other has, and adds up everything."""
+        large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
+        parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
+        add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
+        return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
+
+    def _both(self, arrays: list[Spec]) -> _Step:
+        """From what this process has to what both have, in the order of the devices."""
+        programs = [self._group.compile(_gathered, array) for array in arrays]
+        return lambda own: [program(array) for program, array in zip(programs, own, strict=True)]
+
+    def _swapped(self, arrays: list[Spec]) -> _Step:
+        """The same by two collectives at once, each of which moves one way.
+
+        In one collective they would go one after the other: with gloo a process says that it is ready to receive only after what it
+        sends itself. The two take connections of their own, on which a link of the two devices moves the other way.
+        """
+        first = self._group.devices[0] == self._group.device
+        groups = (self._reversed, self._group) if first else (self._group, self._reversed)
+        ways = [[group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(1, 0)]), array) for array in arrays] for group in groups]
+
+        def swap(own: Rows) -> list[Rows]:
+            sending = _in_a_thread(lambda: [program(array) for program, array in zip(ways[0], own, strict=True)])
+            other = [program(array) for program, array in zip(ways[1], own, strict=True)]
+            sending.result()
+            return [list(pair) for pair in (zip(own, other, strict=True) if first else zip(other, own, strict=True))]
+
+        return swap
+
+    def _of_shares(self, packing: Packing) -> list[_Step]:
+        """Each process adds up a share of everything, and then all get all shares."""
+        n = self._group.size
+        shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
+
+        def cut(leaves: Rows) -> list[Rows]:
+            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.pack(leaves)]
+
+        def join(rows: list[Rows]) -> Rows:
+            whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
+            return packing.unpack(whole)
+
+        def swap(*rows: jax.Array) -> Rows:
+            return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))
+
+        programs = [self._group.compile(swap, *[share] * n) for share in shares]
+        each = [[share] * n for share in shares]
+        added = jax.jit(lambda parts: _sums(packing, parts)).lower(each).compile()
+        joined = jax.jit(join).lower(each).compile()
+
+        def exchange(lists: list[Rows]) -> list[Rows]:
+            return [program(*rows) for program, rows in zip(programs, lists, strict=True)]
+
+        return [
+            jax.jit(cut).lower(packing.leaves).compile(),
+            exchange,
+            added,
+            lambda sums: exchange([[share] * n for share in sums]),
+            joined,
+        ]
+
+
+def _onward(x: jax.Array) -> jax.Array:
+    return jax.lax.ppermute(x, AXIS, [(0, 1)])
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, AXIS)
+
+
+def _sums(packing: Packing, parts: list[Any]) -> Rows:
+    """Of the parts of each array that travels, in their order, whatever they travel as."""
+    numbers = [[part.view(dtype) for part in each] for each, dtype in zip(parts, packing.dtypes, strict=True)]
+    return [reduce(jnp.add, each).view(array.dtype) for each, array in zip(numbers, packing.arrays, strict=True)]
+
+
+def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
+    future: Future[Tree] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+    return future

@@ -1,0 +1,1 @@
+"""Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""

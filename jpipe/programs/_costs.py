@@ -1,0 +1,197 @@
+"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or read off a pipeline."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jpipe._errors import InputError, nearest
+from jpipe._plan import Plan
+from jpipe.schedules import SCHEDULES
+from jpipe.stages._functions import StageFunctions, floats_of
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Cost of one microbatch at one stage; seconds for times, bytes for sizes.
+
+    Attributes:
+        forward: time of a forward.
+        backward: time of a backward; where it recomputes, that forward included.
+        update: time of one update.
+        inputs: the stage input.
+        labels: what the last stage gets besides; 0 at the others.
+        outputs: what the forward sends on.
+        residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
+        kept_outputs: the part of `outputs` that is among the residuals.
+        message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
+        gradient: the input gradient that leaves, with the weight.
+        weights: one version.
+        optimizer: optimizer state.
+        state: layer state (batch statistics).
+        sums: accumulated gradients.
+        temporary: the largest scratch memory of a program.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    update: float = 0.0
+    inputs: int = 0
+    labels: int = 0
+    outputs: int = 0
+    residuals: int = 0
+    kept_outputs: int = 0
+    message: int = 0
+    gradient: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    state: int = 0
+    sums: int = 0
+    temporary: int = 0
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one microbatch at one layer; seconds for times, bytes for sizes.
+
+    Attributes:
+        forward: time of a forward.
+        backward: time of a backward without recomputation.
+        outputs: the output, which is also the size of its gradient.
+        weights: the parameters.
+        optimizer: optimizer state.
+        state: layer state (batch statistics).
+        residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
+            for `full`, that is the stage input).
+        shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage, by
+            policy (nothing where there is no entry).
+        update: time of one update.
+        temporary: the largest scratch memory of its programs, without recomputation.
+    """
+
+    forward: float
+    backward: float
+    outputs: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    state: int = 0
+    residuals: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    update: float = 0.0
+    temporary: int = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two workers; each direction carries one message at a time.
+
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds from the end of sending to the arrival; it does not keep the link busy.
+        ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
+            direction from the one worker to the other.
+    """
+
+    bandwidth: float = float("inf")
+    latency: float = 0.0
+    ports: tuple[Hashable, ...] = ()
+
+
+Network = Callable[[int, int], Link]
+"""The link from one worker to another, by their numbers."""
+
+
+def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
+    """The costs of timelines and of the total order: a forward takes 1, a backward 2, one that recomputes 3; nothing has a size.
+
+    Returns:
+        One cost for each stage of the plan.
+    """
+    return tuple(StageCost(backward=2.0 if stage.recompute == "none" else 3.0) for stage in plan.stages)
+
+
+def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0) -> tuple[StageCost, ...]:
+    """Costs of the plan's stages from those of their layers.
+
+    Args:
+        plan: the cut, and the recomputation of each stage.
+        layers: the cost of each layer of the plan, by layer id.
+        inputs: bytes of one microbatch's inputs.
+        labels: bytes of one microbatch's labels.
+
+    Returns:
+        One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
+        backward are one program (where one microbatch is in flight there).
+
+    Raises:
+        InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
+    """
+    for layer_id in plan.layers:
+        if layer_id not in layers:
+            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
+    costs: list[StageCost] = []
+    for s, stage in enumerate(plan.stages):
+        own = [layers[layer_id] for layer_id in stage.layers]
+        last = s == plan.depth - 1
+        before = costs[-1].outputs if costs else inputs
+        forward = sum(layer.forward for layer in own)
+        again = 0.0 if stage.recompute == "none" else forward
+        for layer_id, layer in zip(stage.layers, own, strict=True):
+            if stage.recompute not in {"full", *layer.residuals}:
+                found = sorted(layer.residuals)
+                raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
+        known = all(stage.recompute in layer.residuals for layer in own)
+        residuals = _residuals(own, stage.recompute) if known else before
+        fused = last and SCHEDULES[plan.schedule].in_flight(plan, s) == 1
+        inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
+        costs.append(
+            StageCost(
+                forward=forward,
+                backward=sum(layer.backward for layer in own) + again,
+                update=sum(layer.update for layer in own),
+                inputs=before,
+                labels=labels if last else 0,
+                outputs=0 if last else own[-1].outputs,
+                residuals=residuals,
+                message=0 if last else own[-1].outputs,
+                gradient=before if s > 0 else 0,
+                weights=sum(layer.weights for layer in own),
+                optimizer=sum(layer.optimizer for layer in own),
+                state=sum(layer.state for layer in own),
+                sums=sum(layer.weights for layer in own),
+                temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
+            )
+        )
+    return tuple(costs)
+
+
+def _residuals(layers: Sequence[LayerCost], policy: str) -> int:
+    return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])
+
+
+def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
+    """The exact sizes of one stage, from shapes alone; times are units (a forward 1, a backward 2, one that recomputes 3)."""
+    f, specs = functions, functions.specs
+    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
+    kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
+    weight = nbytes(jax.ShapeDtypeStruct((), f.loss_dtype))
+    return StageCost(
+        backward=3.0 if recomputes else 2.0,
+        inputs=nbytes(specs.x),
+        labels=nbytes(specs.labels),
+        outputs=nbytes(y),
+        residuals=nbytes((saved, kept_arguments, kept_outputs)),
+        kept_outputs=nbytes(kept_outputs),
+        message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
+        gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
+        weights=nbytes(specs.params),
+        optimizer=nbytes(f.optimizer_spec),
+        state=nbytes(specs.state),
+        sums=nbytes(f.sums_spec),
+    )
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays (or specs) of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

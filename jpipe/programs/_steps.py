@@ -1,0 +1,65 @@
+"""The few programs that a pipeline repeats, whatever the length of its run, and what its workers hold in between."""
+
+from functools import cached_property
+
+from jpipe._plan import Plan
+from jpipe.programs._instructions import Program
+from jpipe.programs._lower import batches_until_full, lower
+from jpipe.programs._simulate import simulate
+
+
+class Steps:
+    """Programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
+
+    Args:
+        plan: what runs.
+        clips: whether updates wait for the norm of all gradients.
+    """
+
+    def __init__(self, plan: Plan, clips: bool) -> None:
+        self._plan, self._clips = plan, clips
+        self._programs: dict[tuple[int, int, bool], Program] = {}
+
+    @cached_property
+    def proved_runs(self) -> tuple[Program, ...]:
+        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both proved.
+
+        Raises:
+            ProgramError: the proof fails.
+        """
+        runs = tuple(self._lower(first + 2 * self._full + 1, first, first, True) for first in (0, 2 * self._full))
+        for program in runs:
+            simulate(program)
+        return runs
+
+    def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
+        """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
+        since, model_batch = self._modelled(since, batch)
+        name = since, model_batch, drain
+        if name not in self._programs:
+            stop = model_batch if drain else model_batch + 1
+            self._programs[name] = self._lower(stop, model_batch, model_batch - since, drain)
+        return self._programs[name], batch - model_batch
+
+    def common_version(self, since: int, batch: int) -> int | None:
+        """The newest weights, by the batches they have seen, that all workers hold before `batch`, if there are such."""
+        if since == 0:
+            return batch
+        since, model_batch = self._modelled(since, batch)
+        held = self._lower(model_batch, model_batch, model_batch - since, False).versions
+        rates = [self._plan.updates_a_batch(s) for s, _ in self._plan.workers]
+        version = min(newest // rate for (_, newest), rate in zip(held, rates, strict=True))
+        if any(version * rate < oldest for (oldest, _), rate in zip(held, rates, strict=True)):
+            return None
+        return version + batch - model_batch
+
+    @cached_property
+    def _full(self) -> int:
+        return batches_until_full(self._plan)
+
+    def _modelled(self, since: int, batch: int) -> tuple[int, int]:
+        """The earliest place in a run where the pipeline does the same."""
+        return min(since, self._full), min(batch, 2 * self._full)
+
+    def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
+        return lower(self._plan, stop, begin=begin, start=start, drain=drain, clips=self._clips)

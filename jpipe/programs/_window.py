@@ -1,0 +1,101 @@
+"""Some batches cut out of a run where the pipeline is in its stride: step time and bubble, predicted and measured alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpipe._errors import InputError
+from jpipe._plan import Plan
+from jpipe.programs._costs import Link, Network, StageCost
+from jpipe.programs._lower import batches_until_full, lower
+from jpipe.programs._simulate import simulate
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Window:
+    """From the first forward of one batch at worker 0 to that of a later batch: whole periods of the pipeline.
+
+    Attributes:
+        timeline: the spans of each worker inside, cut off at both ends; in seconds from the beginning of the window.
+        memory: what each worker holds inside, beginning with what it held before.
+        seconds: length of the window.
+        batches: how many batches entered the pipeline.
+        bubble: share of the workers' time in which they neither compute nor update.
+    """
+
+    timeline: Timeline
+    memory: MemoryTimeline
+    seconds: float
+    batches: int
+    bubble: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds a batch."""
+        return self.seconds / self.batches
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes of arrays that each worker holds after a computation."""
+        return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
+
+
+def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
+    """Cut `batches` batches, from batch `first` on, out of a run of at least one batch more.
+
+    Args:
+        timeline: of the run, in seconds, microbatches counted as in the run.
+        memory: of the run; may be empty for each worker.
+        microbatches: m, of one batch.
+        first: the batch whose entry is the beginning.
+        batches: how many batches later the window ends.
+
+    Raises:
+        InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
+    """
+    entries = {span.microbatch: span.start for span in timeline[0] if span.op != "B"}
+    try:
+        begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
+    except KeyError as missing:
+        raise InputError(
+            f"cut_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
+        ) from None
+    rows = tuple(_cut_spans(spans, begin, end) for spans in timeline)
+    busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
+    samples = tuple(_cut_samples(row, begin, end) for row in memory)
+    return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
+
+
+def predict_window(
+    plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False, link: Link | Network | None = None
+) -> Window:
+    """The window that `cut_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
+
+    Args:
+        plan: what runs.
+        costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
+        first: the batch whose entry is the beginning, counted as in the run.
+        batches: how many batches later the window ends.
+        clips: whether the pipeline clips by the global norm.
+        link: between the workers, as in `simulate`.
+    """
+    start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in its stride when the window begins
+    program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
+    prediction = simulate(program, costs, link)
+    return cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+
+
+def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
+    kept = []
+    for span in spans:
+        times = span.start, span.end, span.update_start, span.update_end
+        start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
+        if updated > start:
+            kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
+    return tuple(kept)
+
+
+def _cut_samples(samples: Sequence[MemorySample], begin: float, end: float) -> tuple[MemorySample, ...]:
+    before = [sample for sample in samples if sample.time <= begin][-1:]
+    inside = [sample for sample in samples if begin < sample.time < end]
+    return tuple(sample._replace(time=max(sample.time - begin, 0.0)) for sample in before + inside)

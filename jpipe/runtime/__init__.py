@@ -1,0 +1,1 @@
+"""What runs programs on devices: the interpreter, its state, transport, metrics, traces and snapshots."""

@@ -1,0 +1,187 @@
+"""What a run makes known: losses, weights and norms, the same in all processes, and not waited for before somebody asks."""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._plan import Plan
+from jpipe.processes._membership import PeerLost, Processes
+from jpipe.programs._instructions import AllReduce, Program, Update
+from jpipe.runtime._interpreter import Found
+from jpipe.runtime._transport import arrived
+
+Tree = Any
+Number = jax.Array | np.ndarray
+
+
+class Told:
+    """A number that some process computes: `float(…)` of it waits until that process has told it. The same bits in all processes."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def __float__(self) -> float:
+        return self._read()
+
+    def __repr__(self) -> str:
+        return "Told(…)"
+
+
+class Metrics(NamedTuple):
+    """What a step finished, the same in all processes, as numbers that are not waited for: `float(…)` of one waits.
+
+    Attributes:
+        losses: mean loss of each batch that was finished, by batch index.
+        weights: total weight of each of those batches.
+        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
+    """
+
+    losses: dict[int, jax.Array | Told]
+    weights: dict[int, jax.Array | Told]
+    norms: dict[int, jax.Array | Told]
+
+
+class Mean(NamedTuple):
+    """A metric over a whole batch: `float(…)` of a number waits for it.
+
+    Attributes:
+        mean: the sum of the metric over all microbatches, divided by their weight.
+        weight: the total weight. Over several batches, the mean is the sum of `mean * weight` divided by the sum of the weights.
+    """
+
+    mean: jax.Array | Told
+    weight: jax.Array | Told
+
+
+class Evaluation(NamedTuple):
+    """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
+
+    Attributes:
+        loss: mean over the whole batch.
+        weight: total weight of the batch.
+        version: of the weights, the same in all stages: how many batches they have learnt from.
+        metrics: the mean of each metric that was asked for, by name.
+    """
+
+    loss: jax.Array | Told
+    weight: jax.Array | Told
+    version: int
+    metrics: Mapping[str, Mean] = MappingProxyType({})
+
+
+class Board:
+    """Where the processes of a run read what any of them finds out. In one process nothing is told: its own arrays are the numbers.
+
+    Args:
+        plan: what runs.
+        devices: of each worker.
+        processes: of the run, where there are several.
+        clips: whether there are norms.
+
+    Attributes:
+        name: of the pipeline, the same in all processes, for they make the same pipelines.
+    """
+
+    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, clips: bool) -> None:
+        self.name = f"pipeline {next(_pipelines)}"
+        self._plan, self._devices, self._processes, self._clips = plan, devices, processes, clips
+        self._evaluations = 0
+        self._batches: dict[int, tuple[Program, list[int]]] = {}  # that a program finishes, by its id, which it keeps as it is kept here
+
+    def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
+        """Of the batches that the program, run `shift` batches later, finishes; `found` is what workers of this process did."""
+        metrics, norms = Metrics({}, {}, {}), {t: [norm] for t, norm in found.norms.items()}
+        if self._processes is None:
+            for batch, updates in found.losses.items():
+                for held, number in zip(metrics, _numbers(updates, norms.get(batch, [])), strict=False):
+                    held[batch] = number
+            return metrics
+        last = self._plan.stage_workers[-1][0]
+        for batch in (batch + shift for batch in self._finished(program, last)):
+            name = f"{self.name}: batch {batch}"
+            if batch in found.losses:
+                _tell(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
+            words = f"the loss of batch {batch}"
+            read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index, words))
+            for i, held in enumerate(metrics if self._clips else metrics[:2]):
+                held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
+        return metrics
+
+    def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
+        """Over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
+        last = self._plan.stage_workers[-1]
+        if self._processes is None:
+            parts = [found.evaluations[k] for k in sorted(found.evaluations)]
+            placed = parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]])
+            (loss, weight), *metrics = (Mean(*_mean(list(pairs))) for pairs in zip(*placed, strict=True))
+            return Evaluation(loss, weight, version, dict(zip(names, metrics, strict=True)))
+        self._evaluations += 1
+        processes, topics = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
+        for replica, topic in enumerate(topics):
+            own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
+            if own:
+                _tell(processes, topic, functools.partial(jax.tree.leaves, own))
+
+        @functools.cache
+        def read() -> list[tuple[float, float]]:
+            words = "the loss of an evaluation"
+            told = [processes.told(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in told]
+            parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
+            means = (_mean([(part[i, 0], part[i, 1]) for part in parts]) for i in range(1 + len(names)))
+            return [(float(mean), float(weight)) for mean, weight in means]
+
+        def mean(i: int) -> Mean:
+            return Mean(Told(lambda: read()[i][0]), Told(lambda: read()[i][1]))
+
+        return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
+
+    def _finished(self, program: Program, last: int) -> list[int]:
+        """The batches whose last gradients the worker `last` has in the program; looked for once in each of the few that are repeated."""
+        if id(program) not in self._batches:
+            s, _ = program.plan.workers[last]
+            ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_a_batch(s)
+            updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
+            self._batches[id(program)] = program, [update // rate for update in updates if (update + 1) % rate == 0]
+        return self._batches[id(program)][1]
+
+
+_pipelines = itertools.count()
+
+
+def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
+    """Tell the numbers, which a thread of its own asks for and waits for, to all processes; returns at once."""
+
+    def work() -> None:
+        try:
+            processes.tell(name, [float(number) for number in numbers()])
+        except PeerLost:  # the main thread is told of it
+            pass
+        except BaseException as error:
+            processes.fail(error)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
+    """Mean loss, weight and, where there is one, norm of a batch."""
+    return [*_mean_loss(updates), *norm]
+
+
+def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
+    """(mean loss, weight) of a batch from those of its updates."""
+    parts = [arrived(part) for part in updates]
+    return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
+
+
+@jax.jit
+def _mean(parts: list[tuple[Number, Number]]) -> tuple[jax.Array, jax.Array]:
+    total, weight = (jnp.stack(column).sum() for column in zip(*parts, strict=True))
+    return total / jnp.where(weight == 0, 1, weight), weight

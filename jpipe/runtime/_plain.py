@@ -1,0 +1,102 @@
+"""Any pytree as dicts in dicts with text for keys, which any program can read, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._errors import InputError
+from jpipe.model._layer import describe
+
+Tree = Any
+Plain = dict[str, Any]
+"""Dicts in dicts, with text for keys and arrays for leaves."""
+
+
+def to_plain(tree: Tree) -> Plain:
+    """Any pytree as dicts in dicts: the keys, names and numbers on the way to each leaf, as text. Random keys become their bits."""
+    found: Plain = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        *outer, last = _names(path)
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return found
+
+
+def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
+    """The pytree that `to_plain` made `plain` of.
+
+    Args:
+        specs: shapes and dtypes of its leaves.
+        plain: what `to_plain` gave, with any arrays.
+        where: what this is, for error messages.
+        hint: what the reason may be where leaves are on one side only.
+
+    Raises:
+        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype; or `plain` is no dict.
+    """
+    flat, form = jax.tree_util.tree_flatten_with_path(specs)
+    left = _paths(checked_dict(plain, where))
+    leaves = []
+    for path, spec in flat:
+        name = "/".join(_names(path))
+        leaf = left.pop(name, None)
+        if leaf is None:
+            raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; {hint}")
+        is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+        wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
+        if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+            raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}")
+        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
+    if left:
+        raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
+    return jax.tree.unflatten(form, leaves)
+
+
+def checked_dict(plain: Any, where: str) -> Plain:
+    """`plain`, which may come from anywhere.
+
+    Args:
+        plain: what should be a dict.
+        where: what this is, for the error message.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(plain, dict):
+        raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
+    return plain
+
+
+def filled(specs: Tree, given: Tree, where: str) -> Tree:
+    """`specs` with arrays in the places of those leaves that are given.
+
+    Args:
+        specs: shapes and dtypes of the leaves, none of them a random key.
+        given: a pytree like it, or as plain dicts; leaves may be missing.
+        where: what this is, for error messages.
+
+    Raises:
+        InputError: a leaf that `specs` does not have, one of another shape or dtype, or one that is no array.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
+        if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
+            raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
+    return from_plain(specs, _paths(to_plain(specs)) | _paths(to_plain(given)), where)
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    """A path in words; "array" where the leaf is the whole tree."""
+    return [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path] or ["array"]
+
+
+def _paths(plain: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The leaves by their paths."""
+    found: dict[str, Any] = {}
+    for name, inner in plain.items():
+        found |= _paths(inner, f"{before}{name}/") if isinstance(inner, Mapping) else {before + name: inner}
+    return found

@@ -1,0 +1,266 @@
+"""What a pipeline really does: when each computation runs and what each worker holds, measured while it trains."""
+
+import itertools
+import queue
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jpipe._errors import InputError
+from jpipe._plan import Plan
+from jpipe.programs._costs import StageCost
+from jpipe.programs._instructions import Backward, Forward, ForwardBackward, SumSquares, Update
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline
+from jpipe.runtime._interpreter import Event
+from jpipe.runtime._state import WorkerState
+
+_OPS: dict[type, Op] = {Forward: "F", Backward: "B", ForwardBackward: "FB"}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was measured.
+
+    Attributes:
+        timeline: the spans of each worker, in seconds from the start of the trace.
+        memory: the arrays that each worker holds after each of its computations.
+    """
+
+    timeline: Timeline
+    memory: MemoryTimeline
+
+
+class Tracer:
+    """Measures some steps: give it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
+
+    A thread for each worker waits for its computations, one after the other, and notes when each is over. A computation begins
+    where its input is there, the one before on its device is over, and it is dispatched. Nothing waits for the measurement, but it
+    costs tens to hundreds of microseconds a computation: measure a few steps, not the whole run. In a `with` it is given up at the
+    end if it was not finished.
+
+    Args:
+        plan: what runs.
+
+    Example:
+        >>> tracer = Tracer(Plan.even("ab", 2, "gpipe", 1))  # then: state, metrics = pipe.step(state, batch, observe=tracer)
+        >>> tracer.finish().timeline
+        ((), ())
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._clips = False
+        self._began = time.perf_counter()
+        self._open = True
+        _switch_often(True)
+        self._watchers = [_Watcher(self._began) for _ in plan.workers]
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one instruction."""
+        self._clips |= isinstance(event.instruction, SumSquares)
+        if event.done is not None:
+            assert isinstance(event.instruction, Forward | Backward | ForwardBackward | Update)
+            self._watchers[event.instruction.worker].watch(event.instruction, event.done, event.state)
+
+    def finish(self) -> Trace:
+        """Wait until all that was dispatched is over, and give what was measured.
+
+        Raises:
+            RuntimeError: a computation failed (out of memory, say); the error of the device.
+        """
+        self.close()
+        for watcher in self._watchers:
+            if watcher.error is not None:
+                raise watcher.error
+        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._clips)
+        return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
+
+    def close(self) -> None:
+        """Stop measuring, once what was dispatched is over."""
+        if self._open:
+            self._open = False
+            for watcher in self._watchers:
+                watcher.stop()
+            _switch_often(False)
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_tracers = 0
+_usual_interval = sys.getswitchinterval()
+
+
+def _switch_often(begin: bool) -> None:
+    """While any tracer is open let threads take turns sooner, so that one that was waited for notes the time at once."""
+    global _tracers, _usual_interval
+    if begin and _tracers == 0:
+        _usual_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(_usual_interval, 5e-4))  # seconds
+    _tracers += 1 if begin else -1
+    if _tracers == 0:
+        sys.setswitchinterval(_usual_interval)
+
+
+_Instruction = Forward | Backward | ForwardBackward | Update
+
+
+@dataclass(frozen=True)
+class _Computation:
+    instruction: _Instruction
+    device: jax.Device
+    dispatched: float
+    end: float
+
+
+class _Watcher:
+    """The thread that waits for one worker's computations."""
+
+    def __init__(self, began: float) -> None:
+        self.computations: list[_Computation] = []
+        self.samples: list[MemorySample] = []
+        self.error: Exception | None = None
+        self._began = began
+        self._sizes: dict[Any, int] = {}  # of what does not change in size: each version, optimizer state, sums, layer state
+        self._buffers: dict[tuple[str, int], int] = {}  # of those that are held
+        self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, MemorySample] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def watch(self, instruction: _Instruction, done: jax.Array, state: WorkerState) -> None:
+        self._queue.put((instruction, done, time.perf_counter() - self._began, self._sample(state)))
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                instruction, done, dispatched, sample = item
+                done.block_until_ready()
+                end = time.perf_counter() - self._began
+                (device,) = done.devices()
+                self.computations.append(_Computation(instruction, device, dispatched, end))
+                self.samples.append(sample._replace(time=end))
+        except Exception as error:  # told by finish()
+            self.error = error
+
+    def _sample(self, state: WorkerState) -> MemorySample:
+        """What the worker holds; only what it did not hold before is looked at, for there may be hundreds of microbatches."""
+        sizes, held = self._sizes, self._buffers
+        named = ("optimizer", state.optimizer), ("sums", state.sums), ("state", state.layer_state), *state.versions.items()
+        for name, tree in named:
+            if sizes.get(name, 0) == 0:  # sums may be set aside at first
+                sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        for name in held.keys() - state.buffers.keys():
+            del held[name]
+        for kind, k in state.buffers.keys() - held.keys():
+            # An output that is kept for the backward is a residual, and no message besides.
+            kept = {id(leaf) for leaf in jax.tree.leaves(state.buffers.get(("residuals", k)))} if kind == "output" else set()
+            held[kind, k] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffers[kind, k]) if id(leaf) not in kept)
+        residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
+        other = sizes["state"] + sum(held.values()) - residuals
+        weights = {version: sizes[version] for version in sorted(state.versions)}
+        return MemorySample(0.0, weights, sizes["optimizer"], sizes["sums"] if state.sums is not None else 0, residuals, other)
+
+
+_Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)
+
+
+def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, clips: bool) -> Timeline:
+    """Spans from the ends of the computations and what each had to wait for."""
+    computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
+    waits_for = {key: [k for k in _inputs(key, plan, clips) if k in computations] for key in computations}
+    for s, own in enumerate(workers):
+        for before, after in itertools.pairwise(own):
+            waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
+    ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
+    rows: list[list[Span]] = [[] for _ in workers]
+    free: dict[jax.Device, float] = {}  # when the computation before is over
+    for key in sorted(computations, key=ends.__getitem__):  # stable: in a worker's order where times are equal
+        c, row, end = computations[key], rows[key[0]], ends[key]
+        start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
+        free[c.device] = end
+        if not isinstance(c.instruction, Update):
+            row.append(Span(_OPS[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end))
+        elif row:
+            row[-1] = row[-1]._replace(updates=True, update_time=end - start, update_wait=start - row[-1].end)
+    return tuple(tuple(row) for row in rows)
+
+
+def _key(worker: int, instruction: _Instruction) -> _Key:
+    if isinstance(instruction, Update):
+        return worker, "U", instruction.batch
+    return worker, _OPS[type(instruction)], instruction.microbatch
+
+
+def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
+    """What a computation may get its input from: a neighbour's; an update from all replicas, or where it clips from all stages."""
+    worker, op, k = key
+    s = plan.workers[worker][0]
+    match op:
+        case "F" | "FB":
+            return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
+        case "B":
+            return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
+        case _:
+            summed = 0 if clips else s  # the first stage's gradients are the last to be there
+            end = (k + 1) * plan.microbatches_an_update(s)
+            return [(plan.worker(summed, j), op, j) for j in range(end - plan.replicas[summed], end) for op in ("B", "FB")]
+
+
+def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
+    """The ends without contradictions: a thread may note one late, but what was waited for was over before."""
+    changed = True
+    while changed:
+        changed = False
+        for key in sorted(ends, key=ends.__getitem__, reverse=True):
+            for before in waits_for[key]:
+                if ends[before] > ends[key]:
+                    ends[before] = ends[key]
+                    changed = True
+    return ends
+
+
+def fit_costs(costs: Sequence[StageCost], timeline: Timeline, replicas: Sequence[int] | None = None) -> tuple[StageCost, ...]:
+    """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
+
+    Where forward and backward are one computation, its time is divided as they are in `costs`; a time that was never measured
+    becomes 0.
+
+    Args:
+        costs: one for each stage; their bytes are kept.
+        timeline: in seconds, a row for each worker.
+        replicas: of each stage; one each by default.
+
+    Raises:
+        InputError: not as many costs as stages in the timeline.
+    """
+    replicas = (1,) * len(costs) if replicas is None else replicas
+    if len(costs) != len(replicas) or sum(replicas) != len(timeline):
+        raise InputError(f"fit_costs: expected one cost for each of the timeline's {len(timeline)} workers, found {len(costs)}")
+    rows = iter(timeline)
+    return tuple(_fit(cost, [span for _ in range(count) for span in next(rows)]) for cost, count in zip(costs, replicas, strict=True))
+
+
+def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
+    seconds = {op: [span.end - span.start for span in spans if span.op == op] for op in ("F", "B", "FB")}
+    update = _median([span.update_time for span in spans if span.updates])
+    if seconds["FB"]:
+        both, share = _median(seconds["FB"]), cost.forward / (cost.forward + cost.backward)
+        return replace(cost, forward=both * share, backward=both * (1 - share), update=update)
+    return replace(cost, forward=_median(seconds["F"]), backward=_median(seconds["B"]), update=update)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

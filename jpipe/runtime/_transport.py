@@ -1,0 +1,338 @@
+"""The only code that knows how an array gets from one worker to another."""
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._errors import InputError
+from jpipe.model._layer import describe
+from jpipe.processes._collectives import Collective
+from jpipe.processes._links import Link, Reduction
+from jpipe.processes._membership import Processes
+from jpipe.programs._costs import nbytes
+from jpipe.programs._instructions import AllReduce, Receive, Send
+
+Tree = Any
+Devices = tuple[jax.Device, ...]
+
+
+class Transport:
+    """Between workers of one process: `jax.device_put`, asynchronous. Between processes: collectives over just the devices concerned.
+
+    On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
+    has a thread of its own, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
+    in the order of the program, which is the same in all processes, and never from two threads.
+
+    Args:
+        devices: of each worker; those of this process are served.
+        stage_workers: the workers of each stage, replica by replica.
+        processes: the processes of the run; None where there is one.
+        threads: whether collectives have threads of their own; by default on CPUs only.
+
+    Attributes:
+        calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
+    """
+
+    calls = 0
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        stage_workers: Sequence[Sequence[int]],
+        processes: Processes | None = None,
+        threads: bool | None = None,
+    ) -> None:
+        own = jax.process_index()
+        self._devices = devices
+        self._processes = processes
+        self._threads = all(device.platform == "cpu" for device in devices) if threads is None else threads
+        self._local = frozenset(w for w, device in enumerate(devices) if device.process_index == own)
+        self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
+        self._used: dict[Hashable, Link | Reduction] = {}  # by lane, in the order in which all processes connect
+        self._specs: dict[tuple[int, int, str], Tree] = {}  # of what comes from other processes, by sender, receiver, message
+        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
+        self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
+
+    def compile(self, sends: Iterable[tuple[Send, Tree]], sums: Iterable[tuple[int, Tree]]) -> None:
+        """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
+
+        Args:
+            sends: sends of all workers with the specs of what they move.
+            sums: a stage's first worker, and the spec of what its replicas sum; perhaps several for a stage.
+        """
+        for send, spec in sends:
+            link = self._devices[send.worker], self._devices[send.to]
+            if link[0].process_index != link[1].process_index and not self._local.isdisjoint((send.worker, send.to)):
+                link_between(*link).compile(spec)
+                self._used[link] = link_between(*link)
+                self._specs[send.worker, send.to, send.message] = spec
+        for first, spec in sums:
+            group = self._group(self._replicas[first])
+            if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
+                reduction_over(group).compile(spec)
+                self._used[frozenset(group)] = reduction_over(group)
+
+    def connect(self) -> None:
+        """Open the connections to other processes; all processes call it, once all have compiled.
+
+        One after the other, and each in its lane: what another pipeline may still have under way there comes first.
+        """
+        others = tuple(sorted({device.process_index for device in self._devices} - {jax.process_index()}))
+        for lane, collective in self._used.items():
+            arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
+
+    def load(self, worker: int, data: Tree) -> Tree:
+        """Bring host arrays that nobody will write to (see `rows`) to a worker of this process."""
+        Transport.calls += 1
+        return jax.device_put(data, self._devices[worker])
+
+    def send(self, i: Send, k: int, tree: Tree) -> None:
+        """Start moving a message about microbatch `k` to the worker `i.to`."""
+        Transport.calls += 1
+        if i.to in self._local:
+            self._mailbox[i.to, i.message, k] = jax.device_put(tree, self._devices[i.to])
+            return
+        link = self._devices[i.worker], self._devices[i.to]
+        self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), (link[1].process_index,))
+
+    def receive(self, i: Receive, k: int) -> Tree:
+        """Take a message that was sent to the worker; from another process perhaps a `Coming`."""
+        Transport.calls += 1
+        if i.source in self._local:
+            return self._mailbox.pop((i.worker, i.message, k))
+        link, spec = (self._devices[i.source], self._devices[i.worker]), self._specs[i.source, i.worker, i.message]
+        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), (link[0].process_index,), lambda: spec)
+
+    def all_reduce(
+        self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
+    ) -> Mapping[int, Tree]:
+        """Give a replica's part of the sum of `batch`, which is used up.
+
+        Args:
+            i: the instruction.
+            batch: as counted in the run.
+            part: what this replica has.
+            add: the sum of two parts, on the device of the first replica of this process.
+            finish: what the replicas get of the sum.
+
+        Returns:
+            When the last replica of this process has given its part: for each of them `finish` of the sum over all replicas, perhaps
+            a `Coming`; added in the order of the replicas, or where several are in a process in the order of processes. Before: nothing.
+        """
+        replicas = self._replicas[i.worker]
+        own = [w for w in replicas if w in self._local]
+        parts = self._parts.setdefault((replicas[0], batch), {})
+        parts[i.worker] = part, add, finish
+        if len(parts) < len(own):
+            return {}
+        del self._parts[replicas[0], batch]
+        _, add, finish = parts[own[0]]
+        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in own}, add, finish, _Words(i, batch))
+
+    def sum_replicas(
+        self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
+    ) -> Mapping[int, Tree]:
+        """Sum over the replicas of a stage what each of them has; all processes that hold some of them call it.
+
+        Args:
+            replicas: the workers.
+            parts: of those of this process; is emptied.
+            add: as in `all_reduce`.
+            finish: as in `all_reduce`.
+            words: what is waited for.
+
+        Returns:
+            As `all_reduce`, for each of them in this process.
+        """
+        own, group = list(parts), self._group(replicas)
+        total = parts.pop(own[0])
+        for w in own[1:]:
+            total = add(total, jax.device_put(parts.pop(w), self._devices[own[0]]))
+        if len(group) == 1:
+            return self._copies(finish(total), own)
+        others = tuple(device.process_index for device in group if device.process_index != jax.process_index())
+        coming = self._call(
+            frozenset(group),
+            lambda: self._copies(finish(reduction_over(group)(total)), own),
+            total,
+            words,
+            others,
+            lambda: dict.fromkeys(own, finish.out_info),
+        )
+        return {w: coming[w] for w in own}
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _group(self, replicas: Sequence[int]) -> Devices:
+        """One device of each process that holds some of the replicas: that of its first one."""
+        first: dict[int, jax.Device] = {}
+        for w in replicas:
+            first.setdefault(self._devices[w].process_index, self._devices[w])
+        return tuple(first.values())
+
+    def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
+        """The sum on each worker's device, in memory of its own: each will write into it."""
+        copies = {workers[0]: total}
+        for w in workers[1:]:
+            moved = jax.device_put(total, self._devices[w])
+            copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
+        return copies
+
+    def _call(
+        self,
+        lane: Hashable,
+        transfer: Callable[[], Tree],
+        needs: Tree,
+        words: object,
+        on: tuple[int, ...],
+        specs: Callable[[], Tree] = tuple,
+    ) -> Tree:
+        """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
+        assert self._processes is not None
+        if not self._threads:
+            with self._processes.waiting(words, on):
+                return transfer()
+        self._processes.check()
+        return Coming(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
+
+
+class Coming:
+    """What another process sends, while it is on its way."""
+
+    def __init__(
+        self,
+        future: "Future[Tree]",
+        words: object,
+        on: tuple[int, ...],
+        processes: Processes,
+        specs: Callable[[], Tree],
+        keys: tuple[int, ...] = (),
+    ) -> None:
+        self._future, self._words, self._on, self._processes = future, words, on, processes
+        self._specs, self._keys = specs, keys
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its arrays."""
+        return nbytes(self._entry(self._specs()))
+
+    def __getitem__(self, key: int) -> "Coming":
+        """One entry of what comes."""
+        return Coming(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
+
+    def wait(self) -> Tree:
+        """The arrays.
+
+        Raises:
+            PeerLost: a process of the run died, hung or stopped.
+        """
+        if not self._future.done() or self._future.exception() is not None:
+            with self._processes.waiting(self._words, self._on):
+                while not self._future.done():
+                    self._processes.check()
+                    with contextlib.suppress(TimeoutError):
+                        self._future.exception(timeout=_LOOK_SECONDS)
+                while self._future.exception() is not None:  # mostly because a process is gone; the lane finds out and has `check` raise
+                    self._processes.check()
+                    time.sleep(_LOOK_SECONDS)
+        return self._entry(self._future.result())
+
+    def _entry(self, tree: Tree) -> Tree:
+        return functools.reduce(lambda part, key: part[key], self._keys, tree)
+
+
+_LOOK_SECONDS = 0.5
+
+
+def arrived(tree: Tree) -> Tree:
+    """The arrays of a message, waited for if they are still coming from another process."""
+    return tree.wait() if isinstance(tree, Coming) else tree
+
+
+class _Words(NamedTuple):
+    """What a process waits for, put into words only when somebody asks."""
+
+    instruction: Send | Receive | AllReduce
+    number: int
+
+    def __str__(self) -> str:
+        match self.instruction:
+            case AllReduce(worker=worker):
+                return f"the sum of the gradients of batch {self.number} over the replicas of worker {worker}"
+            case Receive(message=message, source=source):
+                return f"the {message} of microbatch {self.number} from worker {source}"
+            case Send(message=message, to=to):
+                return f"worker {to} to take the {message} of microbatch {self.number}"
+
+
+class _Lane:
+    """A thread that does transfers, one after the other. Each comes with whom to tell of an error: nobody may wait for its result."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+
+    def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
+        future: Future[Tree] = Future()
+        self._queue.put((transfer, needs, fail, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            transfer, needs, fail, future = self._queue.get()
+            try:
+                jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
+                future.set_result(transfer())
+            except BaseException as error:
+                future.set_exception(error)
+                fail(error)
+            del transfer, needs, fail, future  # while this thread waits, nothing that was moved is kept alive
+
+
+def progress() -> int:
+    """A number that grows as long as this process moves anything, or begins to."""
+    return Collective.done + Transport.calls
+
+
+# One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
+link_between = functools.cache(Link)
+reduction_over = functools.cache(Reduction)
+
+
+@functools.cache
+def lane_of(devices: Hashable) -> _Lane:
+    """The thread of a link, or of the replicas on a set of devices: groups of the same devices in another order take turns."""
+    return _Lane()
+
+
+def rows(batch: Tree, start: int, stop: int) -> Tree:
+    """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once.
+
+    Raises:
+        InputError: they are not of the array's own dtype and shape.
+    """
+    return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
+
+
+def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
+    found = np.array(leaf[start:stop])
+    expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if found.dtype == object or (found.shape, jax.dtypes.canonicalize_dtype(found.dtype)) != (expected.shape, expected.dtype):
+        raise InputError(
+            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(found)}"
+        )
+    return found
+
+
+def to_host(batch: Tree) -> Tree:
+    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)

@@ -1,0 +1,1 @@
+"""A stage as pure functions: forward, backward, update; what its backward takes over; compiled ahead of time."""

@@ -1,0 +1,213 @@
+"""The programs of one stage compiled ahead of time for its device."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jpipe._plan import Plan
+from jpipe.model._layer import Layer, LayerSpec, key_spec
+from jpipe.model._stack import LayerStack
+from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
+from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
+
+Tree = Any
+UpdateKind = Literal["in_place", "into_retired", "into_new"]
+
+
+def update_kind(update: Update) -> UpdateKind:
+    """Which memory an update writes the new version into: the version it reads, another one that retires with it, or new memory."""
+    if update.retires is None:
+        return "into_new"
+    return "in_place" if update.retires == update.batch else "into_retired"
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used.
+
+    Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
+    is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`; where replicas sum them, `add`,
+    `finish` and `zero_sums`; `add_state` and `mean_state` where they average their layer state when it is read.
+    """
+
+    functions: StageFunctions
+    device: jax.Device
+    calls: dict[str, jax.stages.Compiled]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The largest scratch memory of any of the programs; 0 where the backend does not say."""
+        analyses = [call.memory_analysis() for call in self.calls.values()]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+
+def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> dict[int, CompiledStage]:
+    """Compile, for each of these workers, what the programs use and its evaluation; replicas on one device share it.
+
+    Traces one after the other, compiles side by side.
+    """
+    sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
+    of_key = {sharing[w]: workers[w] for w in workers}
+    used: dict[Any, set[str]] = {
+        key: {"evaluate", "add_state", "mean_state"} if functions.averages_when_read else {"evaluate"}
+        for key, (functions, _) in of_key.items()
+    }
+    depths: list[int] = []
+    for program in programs:
+        depths = [len(stage.layers) for stage in program.plan.stages]
+        for instruction in program.instructions:
+            if instruction.worker in workers:
+                used[sharing[instruction.worker]].update(_calls(instruction, program.plan))
+    lowered = {key: {name: _lower_call(*of_key[key], name, depths) for name in sorted(names)} for key, names in used.items()}
+    compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
+    stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
+    return {w: stages[key] for w, key in sharing.items()}
+
+
+def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+    """These workers of the last stage, with evaluations that find these metrics besides the loss."""
+    measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
+    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
+    compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
+    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.device]}) for w, stage in measuring.items()}
+
+
+def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], device: jax.Device) -> tuple[int, ...]:
+    """For each stage the largest scratch memory of any program, compiled for `device`; equal stages are compiled once."""
+    names: list[set[str]] = [set() for _ in functions]
+    for program in programs:
+        for instruction in program.instructions:
+            names[plan.workers[instruction.worker][0]].update(_calls(instruction, plan))
+    depths = [len(stage.layers) for stage in plan.stages]
+    texts: list[list[str]] = []
+    distinct: dict[str, jax.stages.Lowered] = {}
+    for f, calls in zip(functions, names, strict=True):
+        lowered = [_lower_call(f, device, name, depths) for name in sorted(calls)]
+        texts.append([call.as_text() for call in lowered])
+        distinct.update(zip(texts[-1], lowered, strict=True))
+    compiled = dict(zip(distinct, _compile_side_by_side(list(distinct.values())), strict=True))
+    return tuple(
+        CompiledStage(f, device, {text: compiled[text] for text in own}).temporary_bytes for f, own in zip(functions, texts, strict=True)
+    )
+
+
+def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
+    """The computations that an instruction needs."""
+    match instruction:
+        case Forward():
+            return ("forward",)
+        case Backward():
+            return ("backward",)
+        case ForwardBackward():
+            return ("forward_backward",)
+        case AllReduce():
+            return "add", "finish", "zero_sums"
+        case SumSquares(worker=0):
+            return "sum_squares", "norm"
+        case SumSquares():
+            return ("sum_squares",)
+        case Update():
+            return (update_kind(instruction),)
+    return ()
+
+
+def compile_initializers(
+    stack: LayerStack, specs: Mapping[str, LayerSpec], places: Iterable[tuple[str, jax.Device]]
+) -> dict[tuple[str, jax.Device], jax.stages.Compiled]:
+    """For each (layer id, device) `key -> (params, state)`; equal layers of a device share one program.
+
+    A program a layer, not a stage: the bits of the weights do not depend on the cut.
+    """
+    shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
+    name_of = {}
+    for layer_id, device in dict.fromkeys(places):
+        lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, device)
+        name_of[layer_id, device] = lowered.as_text(), device
+        shared.setdefault(name_of[layer_id, device], lowered)
+    compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
+    return {place: compiled[name] for place, name in name_of.items()}
+
+
+def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    """`params -> optimizer state` and `params -> sums`, of a stage of which nothing has been trained."""
+    optimizer, sums = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_sums")])
+    return optimizer, sums
+
+
+def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
+        return list(pool.map(lambda call: call.compile(), lowered))
+
+
+def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+    return lambda key: layer.init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
+
+
+def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.Lowered:
+    return jax.jit(_initializer(layer, x)).lower(_on(device, key_spec()))
+
+
+def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Lowered:
+    return trace_call(functions, device, name, layers).lower()
+
+
+def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
+    """One of the calls of a `CompiledStage`, by name, traced for a device; `layers`: how many each stage of the plan has."""
+    f, specs = functions, functions.specs
+    sums, optimizer_state = f.sums_spec, f.optimizer_spec
+    number = jax.ShapeDtypeStruct((), f.loss_dtype)
+    norm = None if f.clip_global_norm is None else number
+    arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
+        "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
+        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
+        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, sums, norm)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, sums, norm)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums, norm)),
+        "sum_squares": lambda: (f.sum_squares, (), (sums,)),
+        "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
+        "init_optimizer": lambda: (f.init_optimizer, (), (specs.params,)),
+        "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
+        "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
+        "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
+        "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
+        "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
+        "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
+    }
+    function, donated, inputs = arguments[name]()
+    if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
+        function = _with_done(function)
+    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
+    return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+
+
+def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
+    """What replicas sum for an update: what they accumulated, and the layer state where they average it with each update."""
+    return f.sums_spec, floats_of(f.specs.state) if f.average_state == "update" else []
+
+
+def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
+
+
+def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
+    """Specs of what a backward takes over from the forward, and of the gradient message it gets."""
+    y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    kept = f.residuals.keep(f.specs.arguments, (y, new_state))
+    return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))
+
+
+def _update_into(f: StageFunctions) -> Callable[..., Any]:
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, norm: Any) -> Any:
+        return f.update(params, optimizer_state, sums, norm)
+
+    return update
+
+
+def _on(device: jax.Device, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=jax.sharding.SingleDeviceSharding(device))

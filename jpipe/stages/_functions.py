@@ -1,0 +1,322 @@
+"""One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._errors import InputError, callers_code, cause
+from jpipe._plan import Stage
+from jpipe.model._layer import LayerSpec, describe, key_spec
+from jpipe.model._optimizer import LayerwiseOptimizer
+from jpipe.model._stack import LayerStack
+from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
+
+Tree = Any
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and the random draw."""
+
+    params: Tree
+    state: Tree
+    x: Tree
+    labels: Tree
+    draw: tuple[Any, Any]
+
+    @property
+    def arguments(self) -> tuple[Tree, Tree, Tree]:
+        """(state, x, labels): what a forward reads besides the weights."""
+        return self.state, self.x, self.labels
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The computations of one stage, as pure functions of pytrees.
+
+    Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
+    (sum of the losses, weight). `draw` is (microbatch, key), or (None, None) where nothing is random. A gradient message
+    is (gradient of the floating-point leaves of y, weight of the microbatch), at the last stage y itself. `sums` are what a
+    batch accumulates: gradients, weight and, at the last stage, loss.
+
+    Attributes:
+        stack: the model.
+        stage: which layers, and how they are recomputed.
+        first, last: whether it is the first or the last stage.
+        loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
+        optimizer: applied to each layer by itself; its state is keyed by layer id.
+        specs: shapes and dtypes for one microbatch.
+        clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
+        update_scale: a factor for the optimizer's updates.
+        average_state: when replicas average their layer state: with each update, when it is read out of the run, or never.
+        metrics: what an evaluation finds besides the loss, by name; functions like it.
+    """
+
+    stack: LayerStack
+    stage: Stage
+    first: bool
+    last: bool
+    loss: Loss
+    optimizer: LayerwiseOptimizer
+    specs: Specs
+    clip_global_norm: float | None = None
+    update_scale: float = 1.0
+    average_state: Literal["update", "read"] | None = None
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
+
+    def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
+        """(y, new state, arrays saved for the backward)."""
+        (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), draw)
+        return y, new_state, self.residuals.saved(leaves)
+
+    def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, sums: Tree, draw: tuple[Any, Any]) -> Any:
+        """(gradient message for the stage before, sums with this microbatch added)."""
+        blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
+        leaves, form = jax.tree.flatten(blank)
+        for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
+            leaves[position] = leaf
+        # Traced a second time for the leaves that only depend on the weights; XLA drops all the rest of this forward.
+        _, vjp = self._linearize(params, jax.tree.unflatten(form, leaves), draw)
+        vjp_leaves, vjp_form = jax.tree.flatten(vjp)
+        vjp = jax.tree.unflatten(vjp_form, restore_leaves(self.residuals, vjp_leaves, kept, saved))
+        return self._pull_back(vjp, message, sums)
+
+    def forward_backward(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, sums: Tree, draw: tuple[Any, Any]
+    ) -> tuple[Any, Tree, Tree]:
+        """The last stage's forward and backward in one: (gradient message, sums, new state)."""
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), draw)
+        message, sums = self._pull_back(vjp, y, sums)
+        return message, sums, new_state
+
+    def sum_squares(self, sums: Tree) -> jax.Array:
+        """For each layer the sum of the squares of its mean gradient; the norm of all stages is made of these (see `norm_of`)."""
+        divisor = _divisor(sums["weight"])
+        means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in sums["gradients"].items()}
+        squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
+        return jnp.stack([sum(layer, jnp.zeros((), self.loss_dtype)) for layer in squares])
+
+    def update(
+        self, params: Tree, optimizer_state: Tree, sums: Tree, norm: jax.Array | None = None
+    ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
+        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, (mean loss, weight) of the batch).
+
+        The loss is known at the last stage only. A batch whose weights are all zero teaches nothing: its gradient and its loss are
+        zero. Where gradients are clipped, `norm` is that of all stages.
+        """
+        divisor = _divisor(sums["weight"])
+        new_params, new_state = {}, {}
+        for layer_id, gradient in sums["gradients"].items():
+            mean = _mean(gradient, divisor)
+            if norm is not None:
+                mean = jax.tree.map(lambda g: _clip(g, norm, self.clip_global_norm), mean)
+            new_params[layer_id], new_state[layer_id] = self.optimizer.update(
+                layer_id, mean, optimizer_state[layer_id], params[layer_id], self.update_scale
+            )
+        zeros = jax.tree.map(jnp.zeros_like, sums)
+        return new_params, new_state, zeros, (sums["loss"] / divisor, sums["weight"]) if self.last else None
+
+    def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
+        """(sums, means of the layer state, (mean loss, weight) of the batch, known at the last stage) from what replicas have summed."""
+        sums, state = summed
+        return sums, self.mean_state(state), (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
+
+    def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
+        """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
+        y, _ = self.stack.apply(self.stage.layers, params, state, x, key=None, microbatch=None, train=False)
+        if not self.last:
+            return y
+        metrics = (_summed(metric, f"metrics: '{name}'", y, labels, self.loss_dtype) for name, metric in self.metrics.items())
+        return [self._loss_of(y, labels), *metrics]
+
+    def init_optimizer(self, params: Tree) -> Tree:
+        """Optimizer state of fresh parameters, keyed by layer id."""
+        return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
+
+    def zero_sums(self, params: Tree) -> Tree:
+        """Sums of a batch of which nothing has been seen."""
+        numbers = ("loss", "weight") if self.last else ("weight",)
+        return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
+
+    def mean_state(self, total: list[jax.Array]) -> list[jax.Array]:
+        """The mean of each floating-point leaf of the layer state over the replicas, from their sum."""
+        # As XLA would write a division by a constant; by hand, for the same bits whatever it optimizes.
+        return [leaf * (1 / self.stage.replicas) for leaf in total]
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """What the backward takes over from the forward."""
+        return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
+
+    @cached_property
+    def optimizer_spec(self) -> Tree:
+        """Shapes and dtypes of the optimizer state."""
+        return jax.eval_shape(self.init_optimizer, self.specs.params)
+
+    @cached_property
+    def sums_spec(self) -> Tree:
+        """Shapes and dtypes of the sums."""
+        return jax.eval_shape(self.zero_sums, self.specs.params)
+
+    @property
+    def averages_when_read(self) -> bool:
+        """Whether there is layer state that replicas average when it is read out of the run."""
+        return self.average_state == "read" and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
+
+    @property
+    def loss_dtype(self) -> Any:
+        """Losses and weights are summed in float32, or in float64 where JAX has it enabled."""
+        return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+        """((y, new state), the VJP of y's floating-point leaves with respect to params and x's)."""
+        state, x, labels = arguments
+        microbatch, key = draw
+        leaves, form = jax.tree.flatten(x)
+        moving = [] if self.first else [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+
+        def stage(params: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
+            filled = list(leaves)
+            for i, leaf in zip(moving, floats, strict=True):
+                filled[i] = leaf
+            x = jax.tree.unflatten(form, filled)
+            y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
+            if self.last:
+                total, weight = self._loss_of(y, labels)
+                return [total], ((total, weight), new_state)
+            return floats_of(y), (y, new_state)
+
+        if self.stage.recompute == "full":
+            stage = jax.checkpoint(stage)
+        elif self.stage.recompute != "none":
+            stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
+        _, vjp, outputs = jax.vjp(stage, params, [leaves[i] for i in moving], has_aux=True)
+        return outputs, vjp
+
+    def _linearized_leaves(
+        self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]
+    ) -> tuple[tuple[Tree, Tree], list[Any]]:
+        outputs, vjp = self._linearize(params, arguments, draw)
+        return outputs, jax.tree.leaves(vjp)
+
+    def _pull_back(self, vjp: Any, message: Tree, sums: Tree) -> tuple[Tree, Tree]:
+        """Apply the VJP to a gradient message: (gradient message for the stage before, new sums)."""
+        gradient, weight = message
+        gradients, x_gradient = vjp([jnp.ones_like(gradient)] if self.last else gradient)
+        added = {"gradients": jax.tree.map(jnp.add, sums["gradients"], gradients), "weight": sums["weight"] + weight}
+        if self.last:
+            added["loss"] = sums["loss"] + gradient  # the message is (sum of the losses, weight)
+        return (x_gradient, weight), added
+
+    def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
+        total, weight = _summed(self.loss, "loss", outputs, labels, self.loss_dtype)
+        return total, jax.lax.stop_gradient(weight)
+
+
+def stage_functions(
+    stack: LayerStack,
+    stage: Stage,
+    layers: Mapping[str, LayerSpec],
+    labels: Tree,
+    loss: Loss,
+    optimizer: LayerwiseOptimizer,
+    **options: Any,
+) -> StageFunctions:
+    """The functions of one stage of a model; `options` are the other fields of `StageFunctions`.
+
+    Raises:
+        InputError: a loss that does not fit.
+    """
+    first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
+    draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
+    params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+    state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
+    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, draw)
+    functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
+    if last:
+        check_summed(loss, "loss", functions, layers[stage.layers[-1]].output)
+    return functions
+
+
+def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree) -> None:
+    """Refuse a loss or a metric that does not take the outputs and labels of the last stage.
+
+    Raises:
+        InputError: it fails on them, or does not return two scalars; the message begins with `where`.
+    """
+    labels = last.specs.labels
+
+    def message(error: BaseException) -> str:
+        return (
+            f"{where}: it does not take outputs {describe(outputs)} of layer '{last.stage.layers[-1]}' and labels {describe(labels)}; "
+            f"it says: {cause(error)}; fix the function"
+        )
+
+    with callers_code(message):
+        jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
+
+
+def _summed(function: Loss, where: str, outputs: Tree, labels: Tree, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    result = function(outputs, labels)
+    of = "sum of the losses" if where == "loss" else "sum"
+    if not (isinstance(result, tuple) and len(result) == 2 and all(_is_scalar(part) for part in result)):
+        values = "losses" if where == "loss" else "values"
+        raise InputError(f"{where}: expected ({of}, weight), two scalars, found {describe(result)}; return {values}.sum(), count")
+    total, weight = result
+    kind = jnp.floating if where == "loss" else jnp.number
+    if not jnp.issubdtype(jnp.result_type(total), kind) or jnp.iscomplexobj(total):
+        expected = "a real floating-point number, which has a gradient" if where == "loss" else "a real number"
+        raise InputError(f"{where}: expected the {of} to be {expected}, found {jnp.result_type(total)}; convert it to float32")
+    if jnp.iscomplexobj(weight):
+        raise InputError(f"{where}: expected the weight to be a real number, found {jnp.result_type(weight)}; return a count")
+    return jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) or (hasattr(value, "dtype") and jnp.shape(value) == ())
+
+
+def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
+    """The global norm from what `sum_squares` gives for each stage; added layer by layer, so that the cut changes nothing."""
+    total = jnp.zeros((), squares[0].dtype)
+    for layer in jnp.concatenate(squares):
+        total += layer
+    return jnp.sqrt(total)
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _mean(gradient: Tree, divisor: jax.Array) -> Tree:
+    """The gradient divided in the precision of the weight, which may be large for the gradient's own dtype."""
+    return jax.tree.map(lambda g: (g.astype(divisor.dtype) / divisor).astype(g.dtype), gradient)
+
+
+def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Array:
+    """As `optax.clip_by_global_norm` does; a norm that is not a number makes all gradients so."""
+    assert largest is not None
+    return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)
+
+
+def floats_of(tree: Tree) -> list[Any]:
+    """The floating-point leaves (or specs), in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def with_floats(tree: Tree, floats: Iterable[Any]) -> Tree:
+    """The tree with other floating-point leaves, as `floats_of` gives them."""
+    leaves, form, new = *jax.tree.flatten(tree), iter(floats)
+    return jax.tree.unflatten(form, [next(new) if _is_float(leaf) else leaf for leaf in leaves])
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

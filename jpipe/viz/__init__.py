@@ -1,0 +1,1 @@
+"""Timelines and memory as pictures, and as traces for Perfetto."""

@@ -1,0 +1,276 @@
+"""Timelines and memory as pictures: what was predicted and what was measured, panel by panel on the same axes.
+
+Matplotlib is imported where it is used, so that `import jpipe` stays fast; figures are its objects, nothing global is touched.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jpipe._errors import InputError
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+# Colours that the colour-blind tell apart, and that stay apart in grey.
+_FORWARD, _BACKWARD, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#1A1A1A", "#E6E6E6"
+_VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
+_PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
+_INSIDE = 6.5  # points, the size of what is written inside the panels
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of a figure, and of its margins
+
+
+def draw_timeline(
+    timelines: Mapping[str, Timeline],
+    *,
+    title: str = "",
+    unit: str = "s",
+    seconds: Mapping[str, float] | float | None = None,
+    workers: Sequence[tuple[int, int]] = (),
+) -> "matplotlib.figure.Figure":
+    """Draw timelines below each other on one time axis, a row a worker, idle time in grey.
+
+    The heading of each panel gives its length and its bubble, the share of the workers' time that is idle. A box holds its
+    microbatch, or `3.1` (microbatch 3 with weights that have seen 1 update) where there is room for all of those.
+
+    Args:
+        timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
+        title: of the whole picture.
+        unit: of time: `"s"` (written as s, ms or µs), or any other word, such as `"forwards"`, written as it is.
+        seconds: how long each of them is (all of them, if a number) where that is not the last end: windows that were cut out, say.
+        workers: stage and replica of each, as `Plan.workers` has them; told beside the rows where a stage has several.
+
+    Returns:
+        The figure; `figure.savefig(path)` needs no screen.
+
+    Raises:
+        InputError: no timelines, one without a length, or workers that are not those of the rows.
+    """
+    last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
+    lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
+    counts = [len(timeline) for timeline in timelines.values()]
+    row = min(max(8.0 / sum(counts), 0.17), 0.34)  # inches
+    names, note = _names("draw_timeline", max(counts), workers, ", ")
+    left = _LEFT + 0.4 * bool(note)
+    figure, panels = _figure([row * count for count in counts], 1, title, gap=0.42, sharey=False, left=left)
+    scale, unit = _time_unit(max(lengths.values()), unit)
+    points = 72 * (_WIDTH - left - _RIGHT) / max(lengths.values())  # of one unit of time
+    spans = [span for timeline in timelines.values() for spans in timeline for span in spans]
+    versions = all(_fits(f"{span.microbatch}.{span.version}", _room(span, points), points) for span in spans)
+    numbers = versions or any(_fits(str(span.microbatch), _room(span, points), points) for span in spans)
+    for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw_rows(axes, timeline, lengths[name], points, versions)
+        axes.set_yticks([w + 0.5 for w in range(len(timeline))], names[: len(timeline)])
+        busy = sum(span.end - span.start + span.update_time for spans in timeline for span in spans)
+        bubble = max(1 - busy / (lengths[name] * len(timeline)), 0.0)
+        axes.set_title(f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {bubble:.1%}", loc="left", fontsize=9, pad=4)
+        _time_axis(axes, lengths, scale)
+    inside = ";  in a box: microbatch.version of its weights" if versions else ";  in a box: its microbatch" if numbers else ""
+    panels[-1][0].set_xlabel(f"time ({unit}){inside}{note}", fontsize=8)
+    _legend(figure, left, {"forward": [_FORWARD], "backward": [_BACKWARD], "update": [_UPDATE], "idle": [_IDLE]})
+    return figure
+
+
+def draw_memory(
+    memories: Mapping[str, MemoryTimeline],
+    *,
+    seconds: Mapping[str, float] | float,
+    title: str = "",
+    unit: str = "s",
+    workers: Sequence[tuple[int, int]] = (),
+) -> "matplotlib.figure.Figure":
+    """Draw what the workers hold over time, a row a worker, a column an entry, all on the same axes; each panel's peak is marked.
+
+    Weights are in blue, a shade a version, so that the versions alive can be counted.
+
+    Args:
+        memories: by name, in order, such as `{"predicted": …, "measured": …}`.
+        seconds: how long each of them is (all of them, if a number).
+        title: of the whole picture.
+        unit: of time, as in `draw_timeline`.
+        workers: as in `draw_timeline`.
+
+    Raises:
+        InputError: as `draw_timeline`.
+    """
+    lengths = _lengths("draw_memory", memories, seconds)
+    rows = max(len(memory) for memory in memories.values())
+    names, note = _names("draw_memory", rows, workers, "\n")
+    figure, panels = _figure([min(max(8.0 / rows, 0.7), 1.6)] * rows, len(memories), title, gap=0.14, sharey=True)
+    scale, unit = _time_unit(max(lengths.values()), unit)
+    highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
+    for column, (name, memory) in enumerate(memories.items()):
+        for w, samples in enumerate(memory):
+            _draw_areas(panels[w][column], samples, lengths[name])
+        panels[0][column].set_title(name, loc="left", fontsize=9, pad=4)
+        panels[-1][column].set_xlabel(f"time ({unit}){note}", fontsize=8)
+    for name, row in zip(names, panels, strict=True):
+        row[0].set_ylabel(name, fontsize=8)
+        for axes in row:
+            _time_axis(axes, lengths, scale)
+            axes.set_ylim(0, 1.35 * (highest or 1))  # room for the peak's number
+            axes.locator_params(axis="y", nbins=3)
+            axes.yaxis.set_major_formatter(lambda size, _: _bytes(size))
+            axes.tick_params(labelsize=_INSIDE)
+    _legend(figure, _LEFT, {"weights (a shade a version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
+    return figure
+
+
+# Timelines -------------------------------------------------------------------------------------------------------------
+
+
+def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, points: float, versions: bool) -> None:
+    for w, spans in enumerate(timeline):
+        where = (w + 0.08, 0.84)
+        boxes: dict[str, list[tuple[float, float]]] = {_FORWARD: [], _BACKWARD: [], _UPDATE: []}
+        for span in spans:
+            turn = _turn(span)
+            boxes[_FORWARD].append((span.start, turn - span.start))
+            boxes[_BACKWARD].append((turn, span.end - turn))
+            if span.updates:
+                boxes[_UPDATE].append((span.update_start - _mark(span, points), _mark(span, points) + span.update_time))
+            label = f"{span.microbatch}.{span.version}" if versions else str(span.microbatch)
+            left, right = _room(span, points)
+            if _fits(label, (left, right), points):
+                colour = "white" if span.op == "F" else "black"
+                axes.text((left + right) / 2, w + 0.5, label, size=_INSIDE, color=colour, ha="center", va="center_baseline")
+        axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
+        usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
+        edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # where boxes are thin, all would be edge
+        for colour, places in boxes.items():
+            axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
+    axes.set_ylim(len(timeline), 0)
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.tick_params(axis="x", labelsize=_INSIDE)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+
+
+def _turn(span: Span) -> float:
+    """Where the forward ends and the backward begins; inside a fused one that is not known, a third is usual."""
+    return {"F": span.end, "B": span.start, "FB": span.start + (span.end - span.start) / 3}[span.op]
+
+
+def _mark(span: Span, points: float) -> float:
+    """How much of the end of a span its update covers, so that it can be seen if it takes no time."""
+    seen = min(1.2 / points, (span.end - span.start) / 4)
+    return max(seen - span.update_time, 0.0) if span.updates else 0.0
+
+
+def _room(span: Span, points: float) -> tuple[float, float]:
+    """From where to where a label may stand: in the backward part of a fused one."""
+    return (span.start if span.op == "F" else _turn(span)), span.end - _mark(span, points)
+
+
+def _fits(label: str, room: tuple[float, float], points: float) -> bool:
+    width = _INSIDE * sum(0.32 if letter == "." else 0.64 for letter in label)
+    return (room[1] - room[0]) * points >= width + 1.4
+
+
+def _last_end(timeline: Timeline) -> float:
+    return max((span.update_end for spans in timeline for span in spans), default=0.0)
+
+
+# Memory ----------------------------------------------------------------------------------------------------------------
+
+
+def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], length: float) -> None:
+    if not samples:
+        return
+    times = [*(sample.time for sample in samples), length]
+    base = [0] * len(samples)
+    for version in sorted({version for sample in samples for version in sample.weights}):
+        alive = [i for i, sample in enumerate(samples) if version in sample.weights]
+        first, last = alive[0], alive[-1]
+        top = [below + sample.weights.get(version, 0) for below, sample in zip(base, samples, strict=True)]
+        shade = _VERSIONS[version % len(_VERSIONS)]
+        _fill(axes, times[first : last + 2], base[first : last + 1], top[first : last + 1], shade)
+        base = top
+    for part, colour in _PARTS.items():
+        top = [below + getattr(sample, part) for below, sample in zip(base, samples, strict=True)]
+        _fill(axes, times, base, top, colour)
+        base = top
+    peak = max(base)
+    axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
+    axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
+    axes.annotate(
+        f"peak {_bytes(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
+        ha="right", va="bottom", size=_INSIDE,
+    )  # fmt: skip
+
+
+def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
+    """An area in steps: each value holds until the next time."""
+    axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
+
+
+def _bytes(size: float) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+# Both ------------------------------------------------------------------------------------------------------------------
+
+
+def _lengths(where: str, entries: Mapping[str, Any], seconds: Mapping[str, float] | float) -> dict[str, float]:
+    if not entries or not all(entries.values()):
+        raise InputError(f"{where}: expected one entry or more, each of one worker or more, found {list(entries) or 'none'}; give some")
+    lengths = {name: seconds.get(name, 0.0) if isinstance(seconds, Mapping) else seconds for name in entries}
+    for name, length in lengths.items():
+        if not 0 < length < float("inf"):
+            raise InputError(f"{where}: expected a length above 0 for '{name}', found {length}; check its spans and `seconds`")
+    return lengths
+
+
+def _time_unit(longest: float, unit: str) -> tuple[float, str]:
+    if unit != "s":
+        return 1.0, unit
+    return next((scale, name) for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if longest >= scale or name == "µs")
+
+
+def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale: float) -> None:
+    axes.set_xlim(0, max(lengths.values()))
+    axes.xaxis.set_major_formatter(lambda time, _: f"{time / scale:.4g}")
+
+
+def _names(where: str, count: int, workers: Sequence[tuple[int, int]], between: str) -> tuple[list[str], str]:
+    """The names of the rows, with stage and replica where a stage has several, and what then explains them."""
+    names = [f"worker {w}" for w in range(count)]
+    if workers and len(workers) != count:
+        raise InputError(f"{where}: workers: expected {count}, as many as there are rows, found {len(workers)}; give `plan.workers`")
+    if all(replica == 0 for _, replica in workers):
+        return names, ""
+    named = [f"{name}{between}{s}·{replica}" for name, (s, replica) in zip(names, workers, strict=True)]
+    return named, ";  beside a worker: stage·replica"
+
+
+def _figure(
+    heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
+) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
+    """Panels below each other with these heights and gaps, in inches, under a title and room for a legend."""
+    from matplotlib.figure import Figure
+
+    height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
+    figure = Figure(figsize=(_WIDTH, height), dpi=150)
+    margins = {"left": left / _WIDTH, "right": 1 - _RIGHT / _WIDTH, "top": 1 - _TOP / height, "bottom": _BOTTOM / height}
+    spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
+    panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
+    figure.text(left / _WIDTH, 1 - 0.1 / height, title, fontsize=11, va="top")
+    return figure, panels.tolist()
+
+
+def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
+    """Names with their colours, one or several to a name."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
+    figure.legend(
+        handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="upper left", bbox_to_anchor=(left / _WIDTH, 1 - 0.32 / figure.get_figheight()), borderpad=0, borderaxespad=0,
+        ncols=len(entries), frameon=False, fontsize=8,
+    )  # fmt: skip

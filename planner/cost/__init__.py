@@ -1,0 +1,1 @@
+"""What a plan costs: closed forms, memory, links, simulation, and bounds."""

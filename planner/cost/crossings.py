@@ -1,0 +1,79 @@
+"""What the cuts and the sums of equal pipelines side by side cross in a topology."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+import jpipe
+from planner.cost.price import Number
+from planner.machine.topology import Topology
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """The links of w pipelines of d stages; NumPy arrays over the d - 1 cuts or the d stages.
+
+    Attributes:
+        bandwidths: of the slowest link of each cut.
+        latencies: the longest of each cut.
+        rings: for each stage the slowest of the links between neighbouring replicas.
+        sharing: stages whose sums leave the same components, and so share their ports; only where they are several.
+    """
+
+    bandwidths: Any
+    latencies: Any
+    rings: tuple[jpipe.Link, ...]
+    sharing: tuple[tuple[int, ...], ...]
+    _levels: tuple[tuple[float, Any, Any, Any], ...]
+
+    @classmethod
+    def find(cls, topology: Topology, width: int, depth: int, keep_together: Literal["replicas", "stages"]) -> "Crossings":
+        """Lay the pipelines over the first w d workers, neighbours as `keep_together` of a plan says."""
+        count = width * depth
+        grid = np.arange(count).reshape((depth, width) if keep_together == "replicas" else (width, depth))
+        grid = grid if keep_together == "replicas" else grid.T
+        bandwidths = np.array([level.bandwidth for level in topology.levels])
+        latencies = np.array([level.latency for level in topology.levels])
+        cuts = _level(topology, grid[:-1], grid[1:])
+        rings = _level(topology, grid, np.roll(grid, 1, axis=1))
+        left: dict[tuple[int, ...], list[int]] = {}
+        for s, level in enumerate(rings.max(axis=1).tolist()):
+            inside = topology.sizes[level - 1] if level > 0 else 1
+            left.setdefault((level, *np.unique(grid[s] // inside).tolist()), []).append(s)
+        levels = []
+        for k in np.unique(cuts):
+            inside = topology.sizes[k - 1] if k > 0 else 1
+            levels.append((topology.levels[k].bandwidth, cuts == k, grid[:-1] // inside, grid[1:] // inside))
+        return cls(
+            bandwidths=bandwidths[cuts].min(axis=1, initial=np.inf),
+            latencies=latencies[cuts].max(axis=1, initial=0.0),
+            rings=tuple(
+                jpipe.Link(bandwidth, latency)
+                for bandwidth, latency in zip(bandwidths[rings].min(axis=1).tolist(), latencies[rings].max(axis=1).tolist(), strict=True)
+            ),
+            sharing=tuple(tuple(stages) for stages in left.values() if len(stages) > 1),
+            _levels=tuple(levels),
+        )
+
+    def ports(self, sizes: Number) -> tuple[Number, Number]:
+        """Seconds that the busiest port of each cut sends for one microbatch of every pipeline: outputs alone, and gradients as well.
+
+        Args:
+            sizes: bytes that cross each cut.
+        """
+        one_way, both_ways = np.zeros(len(sizes)), np.zeros(len(sizes))
+        for bandwidth, here, sources, targets in self._levels:
+            seconds = np.where(here, np.asarray(sizes)[:, None] / bandwidth, 0.0).ravel()
+            count = int(targets.max()) + 1
+            out = np.bincount(sources.ravel(), seconds, count)
+            into = np.bincount(targets.ravel(), seconds, count)
+            both = out + into  # gradients leave where outputs arrive
+            one_way = np.maximum(one_way, np.where(here, np.maximum(out[sources], into[targets]), 0.0).max(axis=1))
+            both_ways = np.maximum(both_ways, np.where(here, np.maximum(both[sources], both[targets]), 0.0).max(axis=1))
+        return one_way, both_ways
+
+
+def _level(topology: Topology, sources: Any, targets: Any) -> Any:
+    """`Topology.level` for arrays; 0 within one worker."""
+    return sum(np.not_equal(sources // size, targets // size).astype(int) for size in topology.sizes)

@@ -1,0 +1,1 @@
+"""The machine: a topology from YAML, or measured on the devices at hand."""

@@ -1,0 +1,215 @@
+"""Where a model is to run, as data: workers joined level by level, each level slower than the one inside it, and what one device can do."""
+
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+import jpipe
+from jpipe import InputError
+from planner.machine.plain_yaml import parse
+
+FORMAT = "jpipe-topology/1"
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_PREFIXES = {
+    "": 1.0,
+    "K": 1e3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_UNITS: Mapping[str, tuple[dict[str, float], str]] = {
+    "bytes a second": ({"B/s": 1.0, "bit/s": 1 / 8}, "25 Gbit/s or 30 GB/s"),
+    "bytes": ({"B": 1.0}, "16 GB or 16 GiB"),
+    "FLOP/s": ({"FLOP/s": 1.0, "FLOPS": 1.0}, "125 TFLOP/s"),
+}
+_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+
+
+def _in(unit: str) -> BeforeValidator:
+    """Take a number, or text with a unit: `25 Gbit/s` where bytes a second are wanted."""
+    units, example = _UNITS[unit]
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
+        for name, factor in units.items():
+            prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
+            if found and prefix in _PREFIXES:
+                return _number(found[1], value, example) * factor * _PREFIXES[prefix]
+        raise ValueError(f"expected {unit}, such as {example}, found {value!r}")
+
+    return BeforeValidator(convert)
+
+
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
+    if not found:
+        raise ValueError(f"expected seconds, such as 5 us or 0.1 ms, found {value!r}")
+    return _number(found[1], value, "5 us") / _IN_A_SECOND[found[2]]
+
+
+def _number(text: str, value: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number and a unit, such as {example}, found {value!r}") from None
+
+
+def _possible(value: float) -> float:
+    """Refuse what makes times infinite, or zero: no link or device is like that."""
+    if not 1e-3 <= value <= 1e30:
+        raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
+    return value
+
+
+def _share(value: float) -> float:
+    if value < 1e-6:
+        raise ValueError(f"expected a share of at least 1e-06, found {value:g}; is it a typo?")
+    return value
+
+
+Positive = Field(gt=0, allow_inf_nan=False)
+_Possible = AfterValidator(_possible)
+
+
+class _Data(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Level(_Data):
+    """`count` components of the level inside (single workers at the innermost) joined by links.
+
+    Attributes:
+        count: how many components one of this level joins.
+        bandwidth: bytes a second that a component sends to the others of its level, and as many that it receives, all its workers
+            together; a number, or text such as `25 Gbit/s`.
+        latency: seconds until a message arrives; a number, or text such as `5 us`.
+        name: for people: `NVLink`, `Ethernet`.
+    """
+
+    count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
+    bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible]
+    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    name: str = ""
+
+
+class Device(_Data):
+    """One worker's device.
+
+    Attributes:
+        name: what it is called.
+        memory: bytes; None: not limited.
+        flops: operations a second at best, by dtype; for analytic profiles.
+        efficiency: share of `flops` that large matrix products reach in training.
+        memory_bandwidth: bytes a second; for analytic profiles.
+    """
+
+    name: str = "device"
+    memory: Annotated[float, _in("bytes"), Positive, _Possible] | None = None
+    flops: dict[str, Annotated[float, _in("FLOP/s"), Positive, _Possible]] = {}
+    efficiency: Annotated[float, Field(gt=0, le=1), AfterValidator(_share)] = 0.5
+    memory_bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible] | None = None
+
+    @pydantic.field_validator("flops")
+    @classmethod
+    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+        for name in flops:
+            if name not in DTYPES:
+                raise ValueError(f"unknown dtype {name!r}; {jpipe.nearest(name, DTYPES)}")
+        return flops
+
+
+class Topology(_Data):
+    """Levels from the innermost to the outermost; workers are numbered innermost first, so that 0 .. levels[0].count - 1 share one.
+
+    Attributes:
+        format: "jpipe-topology/1".
+        name: for people.
+        levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
+        device: of every worker.
+        cores: how many workers compute at the same time without slowing each other down, where they share the cores of a CPU; more
+            of them share that evenly. None: all.
+
+    Raises:
+        InputError: any part that is wrong, with what was expected.
+    """
+
+    format: Literal["jpipe-topology/1"] = "jpipe-topology/1"
+    name: str = ""
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+    device: Device = Device()
+    cores: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise jpipe.explain(error, Topology, "topology") from None
+
+    @pydantic.model_validator(mode="after")
+    def _countable(self) -> "Topology":
+        if self.num_workers > 2**20:
+            raise ValueError(f"levels: expected at most {2**20:,} workers in all, found {self.num_workers:,}")
+        return self
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many workers a component of each level has, the innermost first."""
+        return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return math.prod(level.count for level in self.levels)
+
+    def level(self, first: int, last: int) -> int:
+        """The highest level that a message between the workers `first` and `last` crosses, 0 the innermost; -1 within one worker."""
+        if first == last:
+            return -1
+        return next(k for k, size in enumerate(self.sizes) if first // size == last // size)
+
+    def link(self, source: int, target: int) -> jpipe.Link:
+        """What a message from one worker to another one crosses; its ports are shared by the workers of a component."""
+        k = self.level(source, target)
+        inside = self.sizes[k - 1] if k > 0 else 1
+        ports = (("out", k, source // inside), ("in", k, target // inside))
+        return jpipe.Link(self.levels[k].bandwidth, self.levels[k].latency, ports)
+
+    @classmethod
+    def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
+        """`count` workers, each joined with each."""
+        return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str = "topology") -> "Topology":
+        """Read a topology.
+
+        Args:
+            text: YAML, as in `configs/topologies/`.
+            where: names the source (a file, say) in error messages.
+
+        Raises:
+            InputError: no YAML (with line and column), not a topology, or numbers that cannot be.
+        """
+        data = parse(text, where)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {found!r}; is this a topology of jpipe?")
+        try:
+            return cls(**{str(key): value for key, value in data.items()})
+        except InputError as error:
+            raise InputError(*(where + line.removeprefix("topology") for line in error.args)) from None

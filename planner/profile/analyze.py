@@ -1,0 +1,122 @@
+"""The analytic profile: what a model costs on a device that need not be there, from XLA's analysis and the device's figures."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import InputError
+from planner.machine.topology import Device
+from planner.profile.flops import count_flops
+from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
+from planner.profile.profile import Profile
+
+Name = Literal["forward", "backward", "update"]
+PROGRAMS: tuple[Name, ...] = ("forward", "backward", "update")
+
+
+def analyze(
+    stack: jpipe.LayerStack,
+    batch: Batch,
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    optimizer: optax.GradientTransformation,
+    sizes: Sequence[int],
+    device: Device,
+    *,
+    policies: Sequence[str] = POLICIES,
+    progress: Progress | None = None,
+) -> Profile:
+    """Profile a model for a device, without allocating it.
+
+    A program takes as long as its FLOPs at `device.flops` times `device.efficiency`, or as its memory traffic at
+    `device.memory_bandwidth`, whichever is longer. FLOPs are those that XLA counts before it optimizes, and those of further turns of
+    scans; of a while loop one turn is counted. Traffic is what has to move whatever is fused: weights, inputs, outputs, residuals,
+    gradients, optimizer state, each once. Temporaries are those of forward and backward compiled here, at the smallest and the largest
+    size, and a straight line between; an update is taken to need none, as where all of it is fused.
+    What a GPU loses with few rows is not known here: where the smallest microbatches look best, measure.
+
+    Args:
+        stack: the model.
+        batch: `rows -> (inputs, labels)`: what a microbatch of so many rows looks like.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        optimizer: any that a `jpipe.Pipeline` takes.
+        sizes: the microbatch sizes, in rows.
+        device: its FLOP/s, for dtypes that the layers compute in; one of another 16-bit or 32-bit dtype will do.
+        policies: the recomputation policies whose residuals are wanted.
+        progress: called with the parts of the work that are done, and their number.
+
+    Raises:
+        InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
+    """
+    model = Model(stack, batch, loss, optimizer, tuple(sizes))
+    here = jax.local_devices()[0]
+    meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
+    costs = {}
+    for layer_id in model.distinct:
+        stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
+        traced = {(rows, name): stage.trace(name, here) for rows, stage in stages.items() for name in PROGRAMS}
+        lowered = {key: program.lower() for key, program in traced.items()}
+        temporaries = _temporaries(model.sizes, lowered)
+        for rows, temporary in zip(model.sizes, temporaries, strict=True):
+            flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
+            rate = _rate(device, layer_id, stages[rows].specs[layer_id])
+            traffic = _traffic(stages[rows].cost)
+            forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
+            costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
+        meter.step()
+    return profile_of(model, costs, count_bytes(model, policies, meter), source="analytic", device=device.name)
+
+
+def _traffic(cost: jpipe.StageCost) -> dict[str, int]:
+    """The bytes that each program has to read or write."""
+    return {
+        "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
+        "backward": cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.sums,
+        "update": 2 * (cost.weights + cost.optimizer + cost.sums),
+    }
+
+
+def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
+    return max(flops / rate, moved / device.memory_bandwidth if device.memory_bandwidth else 0.0)
+
+
+def _rate(device: Device, layer_id: str, spec: jpipe.LayerSpec) -> float:
+    """FLOP/s for the dtype that comes into the layer, or, where only whole numbers do, that comes out."""
+    floats = [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not device.flops:
+        raise InputError(
+            f"topology: device '{device.name}' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"
+        )
+    if not floats:
+        return max(device.flops.values()) * device.efficiency
+    alike = [name for name in device.flops if np.dtype(jnp.dtype(name)).itemsize == floats[0].itemsize]
+    name = floats[0].name if floats[0].name in device.flops else next(iter(alike), None)
+    if name is None:
+        known = ", ".join(sorted(device.flops))
+        raise InputError(
+            f"topology: device '{device.name}' has flops for {known}, layer '{layer_id}' computes in {floats[0].name}; add them"
+        )
+    return device.flops[name] * device.efficiency
+
+
+def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:
+    """Scratch bytes of forward or backward, whichever needs more, at each size."""
+    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
+        found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
+    at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
+    return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]
+
+
+def scratch_bytes(program: jax.stages.Compiled) -> int:
+    """The scratch memory of a program; 0 where the backend does not say."""
+    analysis = program.memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes

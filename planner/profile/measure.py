@@ -1,0 +1,141 @@
+"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import optax
+
+import jpipe
+from planner.profile.analyze import PROGRAMS
+from planner.profile.bench import Bench, ByProgram, Programs
+from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
+from planner.profile.profile import Profile
+
+FEWEST = 3  # repetitions, however little time there is
+SHORT = 2e-4  # seconds; programs that take less are timed in groups
+
+
+def measure(
+    stack: jpipe.LayerStack,
+    batch: Batch,
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    optimizer: optax.GradientTransformation,
+    sizes: Sequence[int],
+    *,
+    policies: Sequence[str] = POLICIES,
+    device: jax.Device | None = None,
+    repetitions: int = 15,
+    seconds: float = 20.0,
+    progress: Progress | None = None,
+) -> Profile:
+    """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
+
+    Forward, backward and update of each distinct layer are compiled as a stage of their own and run in turns, those of all sizes, so
+    that a slow moment of the machine, and what caches hold, is no single layer's; the arrays of all sizes are there at the same time. A
+    time is a median, less what a stage without work takes, which is the profile's `dispatch`. Neighbours that are too short to be timed
+    alone are timed as one stage, whose time is split by FLOPs.
+
+    Args:
+        stack: the model.
+        batch: `rows -> (inputs, labels)` of a microbatch; where they are arrays, the first layer and the loss get their values.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        optimizer: any that a `jpipe.Pipeline` takes.
+        sizes: the microbatch sizes, in rows.
+        policies: the recomputation policies whose residuals are wanted.
+        device: by default the first of this process.
+        repetitions: of each program, at most; at least 3.
+        seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
+        progress: called with the parts of the work that are done, and their number.
+
+    Raises:
+        InputError: layers, batch, loss and optimizer do not fit together.
+    """
+    model = Model(stack, batch, loss, optimizer, tuple(sizes))
+    device = device or jax.local_devices()[0]
+    meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
+    alone = [(layer_id,) for layer_id in model.distinct]
+    costs: dict[tuple[str, int], Costs] = {}
+    dispatch = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = Programs(model, device, pool)
+        for rows in model.sizes:
+            programs.begin(alone, rows)
+        held = count_bytes(model, policies, meter)  # while XLA compiles
+        programs.finish()  # what is timed is all that runs
+        lone = {rows: Bench(programs, alone, rows) for rows in model.sizes}
+        groups = {}
+        for rows, bench in lone.items():
+            bench.time(FEWEST)
+            meter.step()
+            groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
+            programs.begin(groups[rows], rows)
+        programs.finish()
+    benches = {rows: lone[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    _in_turns(list(benches.values()), repetitions, seconds)
+    for rows, bench in benches.items():
+        found, empty = bench.medians()
+        dispatch.append(empty)
+        flops = lone[rows].flops
+        shares = [share for ids, taken in found.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+        for layer_id in model.distinct:
+            own = [seconds for other, seconds in shares if model.like[other] == layer_id]
+            forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
+            costs[layer_id, rows] = Costs(forward, backward, update, lone[rows].temporary[layer_id,], flops[layer_id,]["forward"])
+        meter.step()
+    name = device.device_kind
+    return profile_of(model, costs, held, source="measured", device=name, dispatch=statistics.median(dispatch))
+
+
+def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
+    """Time all sizes in turns, for a machine may be slow for seconds on end."""
+    end = time.perf_counter() + seconds
+    for n in range(repetitions):
+        if n >= FEWEST and time.perf_counter() > end:
+            break
+        for bench in benches:
+            bench.time(1)
+
+
+def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
+    """What is to be timed together: neighbours of which each is short, enough of them to be long; the other layers alone.
+
+    Args:
+        ids: the model's layers.
+        like: for each layer the first that equals it.
+        roughly: seconds of each distinct layer alone.
+
+    Returns:
+        Groups of layer ids; each distinct layer, or one that equals it, is in one of them at least. Equal groups are there once.
+    """
+
+    def seconds(layer_id: str) -> float:
+        alone = roughly[like[layer_id],]
+        return alone["forward"] + alone["backward"]
+
+    groups: list[list[str]] = []
+    for layer_id in ids:
+        joins = groups and all(seconds(other) < 2 * SHORT for other in (layer_id, groups[-1][-1]))
+        if joins and sum(map(seconds, groups[-1])) < 4 * SHORT:
+            groups[-1].append(layer_id)
+        else:
+            groups.append([layer_id])
+    kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for group in groups:
+        kinds.setdefault(tuple(like[layer_id] for layer_id in group), tuple(group))
+    together = {layer_id for kind in kinds if len(kind) > 1 for layer_id in kind}
+    return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
+
+
+def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
+    """The time of a group for each of its layers, in proportion to FLOPs; evenly where a program has none."""
+    found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
+    for name, seconds in taken.items():
+        total = sum(own[name] for own in flops.values())
+        for layer_id, own in flops.items():
+            found[layer_id][name] = seconds * (own[name] / total if total else 1 / len(flops))
+    return dict(found)

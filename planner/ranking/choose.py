@@ -1,0 +1,227 @@
+"""From many candidates to a ranking: those that can be the fastest are simulated (`planner.ranking.race`), the others are told by their bound."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jpipe
+from planner.cost.simulated import Simulated, simulated
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking.race import Outcome, Race
+from planner.search.candidate import Candidate
+from planner.search.candidates import closed_form
+
+SIMULATED = 10  # kinds at least
+_EQUAL = 0.005  # share by which plans that are equally fast may differ
+_DIFFERENT = 0.1  # between closed form and simulation
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with its simulation.
+
+    Attributes:
+        candidate: with the closed form.
+        simulated: None where that would take long, or where the bound says that it is not the fastest.
+        why: what makes the simulation differ from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; "" where
+            it does not.
+        least: seconds of a batch that no simulation can be below, where that is why it was not simulated; else 0.
+    """
+
+    candidate: Candidate
+    simulated: Simulated | None = None
+    why: str = ""
+    least: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch, as simulated if it was; else in closed form, or the bound where that is longer."""
+        return max(self.candidate.seconds, self.least) if self.simulated is None else self.simulated.batch_seconds
+
+    @property
+    def most(self) -> float:
+        """Rows a second that it can have at most, where it was not simulated for that; else infinity."""
+        return self.candidate.batch / self.least if self.least else math.inf
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows a second."""
+        return self.candidate.batch / self.seconds
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes that a worker of each stage holds at most."""
+        if self.simulated is None:
+            return self.candidate.memory
+        peaks, first = self.simulated.peak_bytes, 0
+        found = []
+        for count in self.candidate.replicas:
+            found.append(max(peaks[first : first + count]))
+            first += count
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What there is to choose from.
+
+    Attributes:
+        profile: of the model.
+        topology: of the machines.
+        ranked: the best of each kind that fit, the fastest first; a kind is a schedule, the replicas of each stage, and what is kept
+            together.
+        rejected: the best of each kind that does not fit, the one that lacks least first.
+        considered: how many candidates there were.
+        clips: whether gradients are clipped by their norm over all stages.
+        open: how many candidates might be faster than the first one, for simulating them all would take too long.
+    """
+
+    profile: Profile
+    topology: Topology
+    ranked: tuple[Ranked, ...]
+    rejected: tuple[Candidate, ...]
+    considered: int
+    clips: bool = False
+    open: int = 0
+
+    def plan(self, ranked: Ranked) -> jpipe.Plan:
+        """The plan of one of them, with what is predicted of it."""
+        bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
+        predicted = jpipe.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
+        return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
+
+
+def choose(
+    profile: Profile,
+    topology: Topology,
+    candidates: Iterable[Candidate],
+    *,
+    most: int = SIMULATED,
+    clips: bool = False,
+    tried: dict[Candidate, Ranked] | None = None,
+) -> Choice:
+    """Rank candidates: simulate those that fit, in the order of what they can reach at most, until no other one can be the fastest.
+
+    So the first one is the fastest of all candidates as far as simulations tell, to half a percent. One that the simulation finds too
+    large gives way to those of its kind that are smaller. Where simulations would take too long together, what is left keeps its closed
+    form.
+
+    Args:
+        profile: of the model.
+        topology: what they run on.
+        candidates: of any schedules, priced alike.
+        most: how many kinds to simulate at least, so that a table can show them.
+        clips: whether gradients are clipped by their norm over all stages, for which updates wait.
+        tried: those that were simulated before; is added to.
+    """
+    tried = {} if tried is None else tried
+    everything = sorted(candidates, key=lambda candidate: candidate.rank)
+    fitting = [candidate for candidate in everything if candidate.over is None]
+    limit = math.inf if topology.device.memory is None else topology.device.memory
+    known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
+
+    def run(candidate: Candidate) -> Outcome:
+        tried[candidate] = Ranked(candidate, _simulated(profile, topology, candidate, clips))
+        return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
+
+    race = Race(profile, topology, fitting, run, known, most)
+    best: dict[tuple[object, ...], Ranked] = {}
+    for one in _in_order([tried[candidate] for candidate in race.finished]):
+        best.setdefault(one.candidate.kind, one)
+    ranked = [_explained(profile, topology, one, clips) for one in best.values()]
+    tried.update((one.candidate, one) for one in ranked)
+    rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
+    too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
+    kinds = {one.candidate.kind for one in (*ranked, *rest)}
+    lacking = [candidate for candidate in everything if candidate.over is not None]
+    rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
+    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), clips, race.open)
+
+
+def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
+    """The best of each kind by closed form and bound."""
+    best: dict[tuple[object, ...], Ranked] = {}
+    for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
+        best.setdefault(one.candidate.kind, one)
+    return list(best.values())
+
+
+def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
+    """Those of its kind that come after it and need less memory."""
+    return [
+        other
+        for other in others
+        if other.kind == candidate.kind and other.rank > candidate.rank and max(other.memory) < max(candidate.memory)
+    ]
+
+
+def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """The fastest first; those that are as fast as the first of them but for what no prediction can tell go by their other merits."""
+    left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    found: list[Ranked] = []
+    while left:
+        speed = left[0].samples_per_second
+        equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
+        left = left[len(equal) :]
+        merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
+        found += sorted(equal, key=lambda one: merits[id(one)])
+    return found
+
+
+def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    best: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.kind, candidate)
+    return list(best.values())
+
+
+def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
+    """The candidate as one that does not fit, by what the simulation says."""
+    worst = max(range(len(memory)), key=lambda s: memory[s])
+    return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
+
+
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Simulated | None:
+    plan = candidate.plan(profile.ids)
+    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
+
+
+def _explained(profile: Profile, topology: Topology, one: Ranked, clips: bool) -> Ranked:
+    """The same with the reason for a simulation that differs from the closed form."""
+    differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
+    return dataclasses.replace(one, why=_why(profile, topology, one.candidate, clips)) if differs and not one.why else one
+
+
+def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> str:
+    """What to take out for closed form and simulation to agree: links, or of these only the sums, or else what makes stages uneven."""
+    unlinked = _without_links(topology)
+    if _agree(profile, unlinked, candidate, clips):
+        layers = tuple([layer.model_copy(update={"weights": 0}) for layer in profile.layers])
+        return "sum" if _agree(profile.model_copy(update={"layers": layers}), topology, candidate, clips) else "link"
+    even = dataclasses.replace(candidate, policies=candidate.policies[:1] * candidate.depth)
+    return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, clips) else "bubble"
+
+
+def _agree(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> bool:
+    """Whether closed form and simulation do, where layers or links cost something else."""
+    found = _simulated(profile, topology, candidate, clips)
+    return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+
+
+def _evened(profile: Profile, candidate: Candidate) -> Profile:
+    """The profile with as much to compute for each worker of the candidate: a stage's share goes by its replicas."""
+    ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
+    for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
+        share = replicas / candidate.workers / (end - start)
+        for number in range(start, end):
+            own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
+            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])
+            layers[number] = layers[number].model_copy(update={"at": at})
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
+def _without_links(topology: Topology) -> Topology:
+    levels = [level.model_copy(update={"bandwidth": 1e30, "latency": 0.0}) for level in topology.levels]
+    return topology.model_copy(update={"levels": tuple(levels)})

@@ -1,0 +1,85 @@
+"""The memory of a plan from its own compiled stages, in place of the sum over layers."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import jpipe
+from planner.cost.memory import stage_bytes, waiting_inputs
+from planner.cost.simulated import simulated
+from planner.ranking.choose import Choice, Ranked
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA says of a plan's stages.
+
+    Attributes:
+        ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA gives its programs.
+        estimated: bytes of each stage by the closed form, from the profile.
+        lacking: bytes that the worst stage lacks, at most 0 where the plan fits; None where memory is not limited.
+    """
+
+    ranked: Ranked
+    estimated: tuple[int, ...]
+    lacking: float | None
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """For each stage, by what share the estimate was too high (above 0) or too low."""
+        return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
+
+    @property
+    def fits(self) -> bool:
+        """Whether all stages fit."""
+        return self.lacking is None or self.lacking <= 0
+
+
+def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device) -> Compiled:
+    """Compile the stages of a plan for a device at hand, run nothing, and simulate it again with what is known then.
+
+    Args:
+        choice: where the plan comes from.
+        ranked: the plan.
+        pipe: of that plan.
+        batch: specs of a whole batch, (inputs, labels).
+        device: to compile for; on another kind of device than that of the topology the scratch memory is that of this kind.
+    """
+    plan, limit = choice.plan(ranked), choice.topology.device.memory
+    times = choice.profile.stage_costs(plan, ranked.candidate.rows)
+    costs = [
+        dataclasses.replace(size, forward=time.forward, backward=time.backward, update=time.update)
+        for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
+    ]
+    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.clips))
+    if exact.simulated is None:  # too long to simulate: the closed form, of the exact bytes
+        exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
+    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
+
+
+def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[int, ...]:
+    """Bytes that a worker of each stage holds at most, in a pipeline whose stages are about equally fast."""
+    rules, found = jpipe.SCHEDULES[plan.schedule], []
+    for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
+        ahead = rules.in_flight(plan, s)
+        sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
+        fused = s == plan.depth - 1 and ahead == 1  # what stays until the backward is scratch memory of the one program
+        found.append(
+            stage_bytes(
+                weights=cost.weights,
+                optimizer=cost.optimizer,
+                state=cost.state,
+                residuals=0 if fused else cost.residuals,
+                inputs=cost.inputs,
+                outputs=cost.outputs,
+                temporary=cost.temporary,
+                labels=cost.labels,
+                versions=rules.versions_alive(plan, s),
+                in_flight=ahead,
+                waiting=waiting_inputs(ahead, replicas, sent),
+            )
+        )
+    return tuple(int(size) for size in found)

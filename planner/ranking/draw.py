@@ -1,0 +1,117 @@
+"""The candidates as a picture: predicted throughput against memory, and how even the stages of the chosen plan are."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jpipe
+from planner.ranking.choose import Choice, Ranked
+from planner.ranking.table import name, rows_of, size
+from planner.search.candidate import Candidate
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+# Colours that the colour-blind tell apart, one a schedule, each with its own mark.
+_LOOKS = {
+    "naive": ("#8C8C8C", "v"),
+    "gpipe": ("#F0A830", "s"),
+    "pipedream_flush": ("#009E73", "^"),
+    "pipedream": ("#CC79A7", "D"),
+    "pipedream_2bw": ("#0072B2", "o"),
+}
+_FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
+
+
+def draw_choice(
+    choice: Choice, candidates: Sequence[Candidate], chosen: Ranked, known: Mapping[Candidate, Ranked] | None = None
+) -> "matplotlib.figure.Figure":
+    """Draw all candidates, the chosen one ringed, and the time of each of its stages.
+
+    Args:
+        choice: with the limit of memory, drawn as a line.
+        candidates: all that were considered; those that do not fit are pale.
+        chosen: the plan to look at.
+        known: of some candidates, what simulating or compiling said, which counts in place of the estimate.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_candidates(scatter, choice, [(one, (known or {}).get(one)) for one in candidates], chosen)
+    _draw_stages(bars, choice, chosen)
+    figure.suptitle(f"{choice.topology.name or 'plan'}: {name(chosen.candidate)}", fontsize=11)
+    return figure
+
+
+def _draw_candidates(
+    axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[tuple[Candidate, Ranked | None]], chosen: Ranked
+) -> None:
+    from matplotlib import ticker
+
+    limit = choice.topology.device.memory
+    points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
+    for candidate, known in candidates:
+        memory = max((known or candidate).memory)
+        fits = candidate.over is None if known is None or limit is None else memory <= limit
+        points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
+    for kind, (colour, mark) in _LOOKS.items():
+        for fits in (False, True):
+            if own := points.get((kind, fits)):
+                axes.scatter(
+                    [memory for memory, _ in own],
+                    [speed for _, speed in own],
+                    s=16 if fits else 10,
+                    c=colour,
+                    marker=mark,
+                    alpha=0.8 if fits else 0.2,
+                    linewidths=0,
+                    label=kind if fits else None,
+                )
+    memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
+    axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
+    if limit is not None:
+        axes.axvline(limit, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    axes.xaxis.set_major_formatter(lambda value, _: size(value))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.tick_params(labelsize=8)
+    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # room for the ring
+    axes.set_xlabel("most memory of a worker", fontsize=9)
+    axes.set_ylabel("samples a second, in closed form", fontsize=9)
+    axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:
+    plan = choice.plan(chosen)
+    costs = choice.profile.stage_costs(plan, chosen.candidate.rows)
+    names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
+    scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
+    shares = [scale / stage.replicas for stage in plan.stages]
+    again = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
+    parts = {
+        "forward": (_FORWARD, [cost.forward for cost in costs]),
+        "backward": (_BACKWARD, [cost.backward - made for cost, made in zip(costs, again, strict=True)]),
+        "forward again (recomputation)": (_AGAIN, again),
+    }
+    left = [0.0] * len(names)
+    for label, (colour, seconds) in parts.items():
+        if any(seconds):
+            widths = [value * share for value, share in zip(seconds, shares, strict=True)]
+            axes.barh(range(len(names)), widths, left=left, color=colour, label=label, height=0.7)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(names)), names if len(names) <= 24 else [str(s) for s in range(len(names))], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} a microbatch of {rows_of(chosen.candidate.rows)}, shared by the replicas", fontsize=9)
+    axes.set_title("balance of the stages", loc="left", fontsize=9)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
+
+
+def _stage_name(s: int, stage: jpipe.Stage) -> str:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+    return f"{s}: {layers}" + (f" × {stage.replicas}" if stage.replicas > 1 else "")

@@ -1,0 +1,151 @@
+"""Which candidates to simulate: the one that can reach most comes first, until what was simulated beats all that the others can reach."""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import jpipe
+from planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
+from planner.cost.simulated import MOST_FORWARDS, forwards, network, window
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.candidate import Candidate
+
+SLACK = 0.005  # share by which one that is not simulated might be faster than the fastest; plans so near count as equally fast
+MOST_SIMULATED = 40
+MOST_IN_ALL = 80_000  # forwards of all simulations, and what bounds cost besides in forwards: some ten seconds
+_FOR_SHOW = 0.25  # share of it after which only those that might win are simulated
+_FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
+_OF_A_KIND = 0.05  # share by which a bound has to beat the best of its kind, where the kind cannot win
+
+
+_Bound = Callable[[jpipe.Plan, Sequence[jpipe.StageCost], Topology], float]
+
+
+class Outcome(NamedTuple):
+    """What a simulation says: seconds of a batch, and whether the plan fits."""
+
+    seconds: float
+    fits: bool
+
+
+class _Entry(NamedTuple):
+    """A candidate in the queue: what can have the fewest seconds a row comes first, of equal ones the better rank."""
+
+    a_row: float
+    place: int  # by rank
+    bounds: int  # how many of the bounds are known
+
+
+class Race:
+    """A race of candidates.
+
+    Attributes:
+        finished: those that were simulated and fit.
+        too_large: those that were simulated and do not fit.
+        left: those that were not simulated, with the seconds that a batch of each takes at least.
+        open: how many of those might be faster than the fastest that was simulated, for there was no time to know.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        topology: Topology,
+        candidates: Sequence[Candidate],
+        simulate: Callable[[Candidate], Outcome],
+        known: Mapping[Candidate, Outcome],
+        kinds: int,
+    ) -> None:
+        """Simulate until no other candidate can be the fastest and so many kinds are simulated, or it takes too long.
+
+        Args:
+            profile: of the model.
+            topology: of the machines.
+            candidates: sorted by rank.
+            simulate: runs one.
+            known: outcomes that are there already.
+            kinds: how many of them, one each, to have something to compare with.
+        """
+        self.finished: list[Candidate] = []
+        self.too_large: list[Candidate] = []
+        self._profile, self._topology, self._candidates, self._known = profile, topology, candidates, known
+        self._run, self._count, self._spent = simulate, 0, 0
+        self._fastest = math.inf  # seconds a row
+        self._of_kind: dict[tuple[object, ...], float] = {}
+        self._planned = lru_cache(maxsize=256)(self._plan)
+        # the best by closed form runs first, for others to be measured by
+        self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
+        passed: list[_Entry] = []
+        while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
+            entry = heapq.heappop(self._queue)
+            if entry.a_row * (1 + SLACK) < self._fastest or self._is_news(entry, kinds):
+                self._go_on(entry)
+            else:
+                passed.append(entry)
+        rest = sorted([*self._queue, *passed], key=lambda entry: entry.place)
+        self.left = [(candidates[entry.place], entry.a_row * candidates[entry.place].batch) for entry in rest]
+        self.open = sum(entry.a_row * (1 + SLACK) < self._fastest for entry in rest)
+
+    def _is_news(self, entry: _Entry, kinds: int) -> bool:
+        """Whether a candidate that cannot be the fastest is of a kind that is to be shown and of which none that is as fast is known."""
+        best = self._of_kind.get(self._candidates[entry.place].kind)
+        if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
+            return False
+        return best is None or entry.a_row * (1 + _OF_A_KIND) < best
+
+    def _go_on(self, entry: _Entry) -> None:
+        """Find the next bound of a candidate, or simulate it where all of them are known."""
+        candidate = self._candidates[entry.place]
+        outcome = self._known.get(candidate)
+        if outcome is None and entry.bounds < len(_BOUNDS):
+            seconds = self._bound(candidate, entry.bounds) / candidate.batch
+            heapq.heappush(self._queue, _Entry(max(seconds, entry.a_row), entry.place, entry.bounds + 1))
+            return
+        if any(other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large):
+            return  # it would not fit either
+        if outcome is None:
+            self._count += 1
+            count = forwards(self._planned(candidate)[0])
+            self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
+            outcome = self._run(candidate)
+        if not outcome.fits:
+            self.too_large.append(candidate)
+            return
+        self.finished.append(candidate)
+        a_row = outcome.seconds / candidate.batch
+        self._fastest = min(self._fastest, a_row)
+        self._of_kind[candidate.kind] = min(self._of_kind.get(candidate.kind, math.inf), a_row)
+
+    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...]]:
+        plan = candidate.plan(self._profile.ids)
+        return plan, self._profile.stage_costs(plan, candidate.rows)
+
+    def _bound(self, candidate: Candidate, which: int) -> float:
+        plan, costs = self._planned(candidate)
+        bound, cost = _BOUNDS[which]
+        self._spent += cost(plan)
+        return bound(plan, costs, self._topology)
+
+
+def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+    if forwards(plan) > MOST_FORWARDS:
+        return 0.0
+    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
+
+
+def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+    return busy_seconds(plan, costs, topology.cores)
+
+
+def _port(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+    return port_seconds(plan, costs, network(plan, topology))
+
+
+_BOUNDS: tuple[tuple[_Bound, Callable[[jpipe.Plan], int]], ...] = (
+    (_busy, lambda plan: 0),
+    (_port, lambda plan: len(plan.workers) // _FREE_WORKERS),
+    (_unhindered, lambda plan: min(forwards(plan), MOST_FORWARDS) // _FREE_FORWARDS),
+)
+"""The ones that are found quickly first, with what they cost."""

@@ -1,0 +1,141 @@
+"""The ranking in words: a row a candidate, and why others were rejected."""
+
+from collections.abc import Sequence
+
+import jpipe
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking.choose import Choice, Ranked
+from planner.search.candidate import Candidate
+
+WORDS = ("schedule", "recompute", "bound by")  # columns of words, which begin at the left
+HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
+
+
+def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
+    """The first `most` that fit, one below the other; see `HEAD` for the columns."""
+    return [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+
+
+def how_known(choice: Choice, most: int) -> str:
+    """What the signs of the first rows mean where no simulation was made, for the end of a sentence."""
+    left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
+    bounded = "; ≤: not simulated, for it cannot be faster than that" if any(ranked.least for ranked in left) else ""
+    return bounded + ("; –: too long to simulate, closed form alone" if any(not ranked.least for ranked in left) else "")
+
+
+def shape(candidate: Candidate) -> str:
+    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with replicas of their own."""
+    if len(set(candidate.replicas)) > 1:
+        return "·".join(map(str, candidate.replicas))
+    return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
+
+
+def recomputation(policies: Sequence[str]) -> str:
+    """`none`, or `none, full` where the stages differ."""
+    return ", ".join(dict.fromkeys(policies))
+
+
+def schedule(candidate: Candidate) -> str:
+    """The schedule with what else the plan says of it."""
+    if candidate.depth == 1 and candidate.workers > 1 and candidate.schedule == "pipedream_flush":
+        return "data parallel"
+    options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
+    options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
+    options += ["stages together"] if candidate.keep_together == "stages" else []
+    return " ".join([candidate.schedule, *options])
+
+
+def name(candidate: Candidate) -> str:
+    """Schedule and stages, for a sentence."""
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}"
+
+
+def links(topology: Topology) -> str:
+    """The links of equal workers, and how many of them compute at a time, for a sentence."""
+    level = topology.levels[0]
+    if topology.num_workers == 1:
+        return "one worker, no links"
+    cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_workers} workers compute at full speed at a time"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us a message{cores}"
+
+
+def size(count: int | float) -> str:
+    """`1.2 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            shown = count / factor
+            return f"{shown:,.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def rate(per_second: float) -> str:
+    """`62,020` or `3.152`, for samples a second."""
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def rows_of(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def why_rejected(choice: Choice, most: int) -> list[str]:
+    """A line for each kind of plan that does not fit by its estimate, the one that lacks least first."""
+    limit = choice.topology.device.memory or 0.0
+    lines = []
+    for candidate in choice.rejected[:most]:
+        stage, lacking = candidate.over or (0, 0)
+        plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
+        lines.append(f"{plan}: stage {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} more than there are")
+    return lines
+
+
+def what_would_fit(choice: Choice) -> list[str]:
+    """Of a model that fits nowhere: by how much, at which stage, and what to change that was not tried: recomputation always was."""
+    limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
+    stage, lacking = best.over or (0, 0)
+    least, workers = min(choice.profile.sizes), choice.topology.num_workers
+    untried = []
+    if len(choice.profile.layers) > workers:
+        untried.append(f"more than {workers} workers, for more stages")
+    if least > 1 and all(kept <= limit for kept in _without_rows(choice.profile, best)):
+        untried.append(f"smaller microbatches than {rows_of(least)}")
+    if not any(jpipe.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
+        untried.append("a schedule with one weight version")
+    change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
+    return [
+        f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} a microbatch, where stage {stage} "
+        f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
+        f"what would make it fit: {change}",
+    ]
+
+
+def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
+    """Bytes of each stage that no microbatch size changes: weight versions, gradients and optimizer."""
+    plan = candidate.plan(profile.ids)
+    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.SCHEDULES[plan.schedule].versions_alive
+    found = []
+    for s, stage in enumerate(plan.stages):
+        own = [layers[layer_id] for layer_id in stage.layers]
+        found.append((versions_alive(plan, s) + 1) * sum(layer.weights for layer in own) + sum(layer.optimizer for layer in own))
+    return found
+
+
+def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
+    candidate, found = ranked.candidate, ranked.simulated
+    memory = max(ranked.memory)
+    difference = f" ({ranked.why})" if ranked.why else ""
+    return (
+        str(rank),
+        schedule(candidate),
+        shape(candidate),
+        str(candidate.rows),
+        str(candidate.microbatches),
+        recomputation(candidate.policies),
+        rate(candidate.samples_per_second),
+        rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
+        f"{candidate.bubble if found is None else found.bubble:.0%}",
+        size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
+        size(candidate.sent),
+        candidate.bound,
+    )

@@ -1,0 +1,156 @@
+"""Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Literal
+
+import jpipe
+from planner.cost.price import all_reduce_seconds
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.candidate import Candidate
+from planner.search.paper import search_paper
+from planner.search.parallel import EXTRA, pipelines_seconds, sweep
+from planner.search.partition import Partition, Placed, Problem, evaluate
+from planner.search.pipedream import search
+
+Updates = Literal["batch", "replicas", "text", "code"]
+"""How PipeDream's stages update and are found; see `find_candidates`."""
+
+
+def find_candidates(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = True,
+    schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
+    pipedream: Updates = "batch",
+) -> list[Candidate]:
+    """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
+
+    Those that never flush are there with 0 to 2 microbatches more in flight.
+
+    Args:
+        profile: the model's costs.
+        topology: where it is to run.
+        batch: the most rows between two updates.
+        exact: whether it has to be just as many.
+        schedules: those to try, of `jpipe.SCHEDULES`.
+        pipedream: how PipeDream's stages are found. "batch": all update once a batch, so that their replicas divide its microbatches.
+            "replicas": each after one microbatch of each of its replicas, whose number is free then, as in the original; never exact.
+            "text" and "code": by the paper's own recurrence, at the price of its text or of its released code; they update likewise.
+    """
+    found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
+    if "pipedream" in schedules:
+        found += _pipedream(profile, topology, batch, exact, pipedream)
+    # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
+    return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
+
+
+def _only(schedules: Sequence[str]) -> Sequence[str]:
+    """The schedule that is asked for, where it is one."""
+    return schedules if len(schedules) == 1 else ()
+
+
+def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
+    for n, rows in enumerate(profile.sizes):
+        costs = list(profile.costs(rows).values())
+        policies = tuple(policy for policy in jpipe.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
+        if batch < rows or (exact and batch % rows):
+            continue
+        microbatches: int | Literal["replicas"] = batch // rows if how == "batch" else "replicas"
+        problem = Problem(
+            costs,
+            topology,
+            microbatches,
+            inputs=profile.inputs[n],
+            labels=profile.labels[n],
+            dispatch=profile.dispatch,
+            memory=topology.device.memory,
+            policies=policies,
+        )
+        partition = search_paper(problem, how) if how == "text" or how == "code" else search(problem)
+        for extra in EXTRA if len(partition.stages) > 1 else (0,):
+            held = evaluate(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            same = dataclasses.replace(partition, memory=held.memory, over=held.over)
+            candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
+            if candidate.batch <= batch:
+                yield candidate
+
+
+def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds of a batch of a plan in closed form, where layers or links cost something else than those it was found with.
+
+    Args:
+        profile: the costs.
+        topology: the links, and cores where workers share them.
+        candidate: a plan for these layers and workers.
+    """
+    plan = candidate.plan(profile.ids)
+    if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
+        seconds = pipelines_seconds(profile, topology, candidate)
+    else:
+        every: int | Literal["replicas"] = "replicas" if candidate.update_every == "replicas" else candidate.microbatches
+        problem = Problem(list(profile.costs(candidate.rows).values()), topology, every, dispatch=profile.dispatch)
+        ends = (*candidate.starts[1:], len(profile.ids))
+        firsts = (0, *accumulate(candidate.replicas))
+        placed = map(Placed, candidate.starts, ends, firsts, candidate.replicas, candidate.policies)
+        seconds = evaluate(problem, list(placed)).seconds * candidate.microbatches
+    computing = 0.0
+    for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
+        updates = plan.microbatches / plan.microbatches_an_update(s)
+        computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
+    bubble = 1 - computing / (candidate.workers * seconds)
+    return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
+
+
+def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
+    """A partition in the terms of the other candidates.
+
+    Args:
+        problem: of which it is an answer.
+        partition: the answer.
+        rows: of a microbatch.
+    """
+    plan = partition.plan([str(n) for n in range(len(problem.layers))], problem)
+    seconds = partition.seconds * plan.microbatches
+    computing = sent = 0.0
+    for stage in partition.stages:
+        own = problem.layers[stage.start : stage.stop]
+        again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
+        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
+        updates = plan.microbatches // problem.microbatches_an_update(stage.replicas)
+        computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
+        sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
+    return Candidate(
+        schedule="pipedream",
+        rows=rows,
+        microbatches=plan.microbatches,
+        starts=tuple(stage.start for stage in partition.stages),
+        replicas=tuple(stage.replicas for stage in partition.stages),
+        policies=tuple(stage.recompute for stage in partition.stages),
+        extra_in_flight=problem.extra_in_flight,
+        keep_together="replicas",
+        seconds=seconds,
+        bubble=1 - computing / (partition.workers * seconds),
+        memory=partition.memory,
+        sent=sent / (rows * plan.microbatches),
+        bound=_bound(problem, partition),
+        over=partition.over,
+        update_every=plan.update_every,
+    ).sharing(problem.topology.cores)
+
+
+def _bound(problem: Problem, partition: Partition) -> str:
+    kind, s = partition.bound
+    if kind == "cut":
+        return f"cut {s}"
+    stage = partition.stages[s]
+    own = problem.layers[stage.start : stage.stop]
+    link = problem.link(stage.first, stage.first + stage.replicas - 1)
+    summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
+    computes = sum(layer.forward + layer.backward for layer in own)
+    return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

@@ -1,0 +1,184 @@
+"""The PipeDream search where workers have too little memory for its answer without a limit.
+
+What a stage holds depends on the stages behind it, which say how many of its microbatches are in flight, and on the one before it, which
+says how many inputs can wait. So from the last layer and worker to the first, what is known of the layers from i on, placed from worker a
+on, are labels: how many microbatches their first stage has in flight over all its replicas (`sent` of `waiting_inputs`), how many of the
+stage before it may be at most, for the inputs that wait to fit, and how many stages and workers there are.
+
+By the relaxed rules (`Runs.room`) a stage that has fewer microbatches in flight never lets fewer be in flight before it. So a label is
+only needed where no other one is as good in all of its numbers, and few are. By the true rules a stage that keeps less than its input
+from a forward to its backward breaks that, and each number in flight needs a label of its own.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from planner.search.partition import Placed
+from planner.search.reach import Reach
+from planner.search.spans import Spans
+
+_NEVER = 2**30  # stages
+
+
+class _Labels(NamedTuple):
+    """Arrays of labels; -1 where there is none.
+
+    Attributes:
+        sent: microbatches in flight at the first stage, over all its replicas; 0: no stage is left.
+        most: how many of the stage before may be.
+        size: stages · (workers + 1) + workers; 0 where that is not asked.
+    """
+
+    sent: Any
+    most: Any
+    size: Any
+
+    def take(self, *index: Any) -> "_Labels":
+        return _Labels(*(column[index] for column in self))
+
+
+class Fit:
+    """Stages that are fast enough and fit.
+
+    Args:
+        reach: of a problem.
+        spans: of the same problem.
+        bound: seconds a microbatch.
+        relaxed: whether the rules are; then some that do not fit count as if they did.
+        at_most: the stages and workers of some that are fast enough and fit, to look for the first ones of `Reached.first`; None: any do.
+
+    Attributes:
+        feasible: whether there are any.
+    """
+
+    def __init__(self, reach: Reach, spans: Spans, bound: float, relaxed: bool, at_most: tuple[int, int] | None) -> None:
+        self._reach, self._spans, self._bound, self._relaxed = reach, spans, bound, relaxed
+        self._count, self._workers = reach.runs.count, reach.workers
+        self._no_limit = 4 * reach.workers  # more than are ever in flight, which is less than twice the workers
+        self._counted, self._one = at_most is not None, reach.workers + 1 if at_most else 0  # and the size of a stage
+        self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
+        self._good = spans.under(bound)
+        self._before = self._fewest_before()
+        self._labels = _Labels(*(np.full((self._workers + 1, self._count + 1, 1), -1) for _ in range(3)))
+        nothing = (0, self._no_limit, np.arange(1, self._workers + 1) * self._counted)  # is left: the other workers are idle
+        for column, value in zip(self._labels, nothing, strict=True):
+            column[1:, -1, 0] = value
+        if (self._before[:, -1] < _NEVER).any():
+            for a in range(self._workers - 1, -1, -1):
+                self._keep(a, *self._stages(a))
+        self.feasible = bool((self._labels.sent[0, 0] >= 0).any())
+
+    def _ranges(self, a: int) -> Any:
+        """The places in `Spans.ranges` of the ranges from worker a on."""
+        found = []
+        for place, some in self._reach.here(a):
+            first = int(np.searchsorted(self._spans.places, place))
+            found.append(np.arange(first + some.start, first + some.stop))
+        return np.concatenate(found)
+
+    def _fewest_before(self) -> Any:
+        """For each worker and layer the fewest stages in front of them, as if as little was in flight as can be."""
+        cuts = self._reach.cuts(self._bound)
+        between = [cuts[self._reach.between(a)] for a in range(1, self._workers)]
+        allowed = np.stack([cuts[0], *between, cuts[0]])
+        before = np.full(allowed.shape, _NEVER)
+        before[0, 0] = 0
+        for a in range(self._workers):
+            which, here = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
+            if len(here):
+                depths = np.where(self._good[which[:, None], here], before[a, here, None] + 1, _NEVER).min(1)
+                rows = a + self._spans.replicas[which]
+                before[rows] = np.where(allowed[rows], np.minimum(before[rows], depths), _NEVER)
+        return before
+
+    def _stages(self, a: int) -> tuple[Any, _Labels]:
+        """The first layers and the labels of all stages from worker a on, each before all that is placed behind it."""
+        which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
+        ends = self._labels.sent[a + self._spans.replicas[which], :, 0] >= 0
+        row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
+        which, i = which[row], starts[i]
+        r = self._spans.replicas[which][:, None]
+        behind = self._labels.take(a + r[:, 0], j)
+        ahead, size = 1 + -(-behind.sent // r), behind.size + self._one
+        possible = (behind.sent >= 0) & (ahead * r <= behind.most) & (size + self._one * self._before[a, i][:, None] <= self._at_most)
+        row, k = np.nonzero(possible)
+        which, i, j, r, ahead = which[row], i[row], j[row], r[row, 0], ahead[row, k]
+        room = self._spans.room(self._bound, which, i, j, ahead, self._relaxed)
+        sent, most = ahead * r, (room + ahead) * r
+        most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it sends no more
+        return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
+
+    def _keep(self, a: int, i: Any, found: _Labels) -> None:
+        """Put down what was found for worker a, as far as it is needed."""
+        order = np.lexsort((-found.most, found.sent, found.size, i))
+        i, found = i[order], found.take(order)
+        alike = (i, found.size) if self._relaxed else (i, found.size, found.sent)
+        number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in alike], 0))
+        most = found.most + number * 2 * self._no_limit  # so that of each number only the largest up to here count
+        needed = np.diff(np.maximum.accumulate(most), prepend=-1) > 0
+        i, found = i[needed], found.take(needed)
+        if self._counted and self._relaxed:
+            needed = self._needed(i, found)
+            i, found = i[needed], found.take(needed)
+        rank = np.arange(len(i)) - np.searchsorted(i, i)
+        more = int(rank.max(initial=0)) + 1 - self._labels.sent.shape[-1]
+        if more > 0:
+            self._labels = _Labels(*(np.pad(column, ((0, 0), (0, 0), (0, more)), constant_values=-1) for column in self._labels))
+        for column, values in zip(self._labels, found, strict=True):
+            column[a, i, rank] = values
+
+    def _needed(self, i: Any, found: _Labels) -> Any:
+        """Which labels have none of the same layer before them, and so with a smaller size, that is as good."""
+        needed = np.ones(len(i), bool)
+        for start, stop in pairwise([*np.unique(i, return_index=True)[1].tolist(), len(i)]):
+            sent, most = found.sent[start:stop], found.most[start:stop]
+            as_good = (sent <= sent[:, None]) & (most >= most[:, None])
+            needed[start:stop] = ~np.tril(as_good, -1).any(1)
+        return needed
+
+    def stages(self) -> tuple[Placed, ...] | None:
+        """Stages that are fast enough and, by the true rules, fit; the first of `Reached.first` where that was asked.
+
+        Returns:
+            None where the relaxed rules lead to none; there may be some.
+        """
+        found = self._labels.take(0, 0)
+        size = int(found.size[found.sent >= 0].min())
+        before, fits = np.zeros(2 * self._workers, int), np.ones(2 * self._workers, bool)
+        stages, i, a = list[Placed](), 0, 0
+        while i < self._count:
+            size -= self._one
+            step = self._next(i, a, size, before, fits)
+            if step is None:
+                return None
+            j, r, before, fits = step
+            stages.append(Placed(i, j, a, r))
+            i, a = j, a + r
+        return tuple(stages)
+
+    def _next(self, i: int, a: int, size: int, before: Any, fits: Any) -> tuple[int, int, Any, Any] | None:
+        """The earliest cut, and the fewest replicas, that go on; and for the next stage what `before` and `fits` are for this one.
+
+        Args:
+            i: the first layer.
+            a: the first worker.
+            size: of what comes behind.
+            before: for each number in flight at this stage the number at the stage before.
+            fits: whether the stages before fit with it.
+        """
+        behind, which = np.arange(len(fits)), self._ranges(a)
+        for j, row in np.argwhere(self._good[which, i].T).tolist():
+            r = int(self._spans.replicas[which[row]])
+            labels = self._labels.take(a + r, j)
+            labels = labels.take((labels.sent >= 0) & (labels.size == size))
+            if len(labels.sent):
+                ahead = 1 + -(-behind // r)
+                sent = np.minimum(ahead * r, len(fits) - 1)
+                wait = np.maximum(-(-before[sent] // r) - ahead, 0)
+                relaxed = self._relaxed and self._counted  # or the first that fit could be passed by
+                good = fits[sent] & (self._spans.room(self._bound, which[row], i, j, ahead, relaxed) >= wait)
+                if (good[labels.sent] & (sent[labels.sent] <= labels.most)).any():
+                    return j, r, sent, good
+        return None

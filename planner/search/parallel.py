@@ -1,0 +1,287 @@
+"""Parallel pipelines: every width, depth, schedule, microbatch and batch for equal pipelines side by side, priced in closed form.
+
+PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+import jpipe
+from planner.cost.crossings import Crossings
+from planner.cost.memory import stage_bytes, waiting_inputs
+from planner.cost.price import (
+    BOUNDS,
+    Price,
+    Times,
+    all_reduce_seconds,
+    flush_price,
+    gpipe_price,
+    naive_price,
+    paper_price,
+    steady_price,
+)
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.balance import balance
+from planner.search.candidate import Candidate
+from planner.search.stages import Layers, Stages
+
+EXTRA = (0, 1, 2)  # microbatches more in flight, tried for the schedules that never flush
+_ORIENTATIONS: tuple[Literal["replicas", "stages"], ...] = ("replicas", "stages")
+
+
+def sweep(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = False,
+    schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
+    price: Literal["closed form", "paper"] = "closed form",
+) -> list[Candidate]:
+    """Price all plans of w pipelines of d stages with w d workers, all of the topology's; fewer only where no such plan fits.
+
+    Each depth has the cut that balances compute best; where memory does not suffice for that one, the best of those for which it does.
+    Each stage has the cheapest recomputation that fits.
+
+    Args:
+        profile: the model's costs.
+        topology: where it is to run.
+        batch: the most rows between two updates.
+        exact: whether it has to be just as many rows.
+        schedules: those to try, of `jpipe.SCHEDULES`.
+        price: "closed form", which follows `jpipe.simulate`, or "paper", the appendix of 2BW.
+
+    Returns:
+        All candidates, the best first; those that do not fit last, by how much they lack. Empty where no plan has such a batch.
+    """
+    run = _Sweep(profile, topology, batch, exact, tuple(schedules), price)
+    found = [candidate for width, depth in run.full() for candidate in run.candidates(width, depth)]
+    if all(candidate.over for candidate in found):
+        for width, depth in run.smaller():
+            fewer = list(run.candidates(width, depth))
+            found += fewer
+            if fewer and all(candidate.over for candidate in fewer):
+                break  # with less depth they fit even less
+    return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds of a batch of a plan that `sweep` could have found, in closed form; cores that workers share left out.
+
+    Args:
+        profile: the costs, not necessarily those it was found with.
+        topology: the links, likewise.
+        candidate: equal pipelines that update together.
+    """
+    width, depth, layers = candidate.replicas[0], candidate.depth, Layers(profile)
+    stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
+    backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
+    times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
+    legal, in_flight, _ = _flights(candidate.schedule, width, depth, candidate.extra_in_flight, (candidate.microbatches // width,))
+    return float(_price(candidate.schedule, candidate.extra_in_flight, legal, in_flight, times).seconds[0])
+
+
+def _price(schedule: str, extra: int, microbatches: tuple[int, ...], in_flight: Any, times: Times) -> Price:
+    """The price of a batch for each number of microbatches of a pipeline."""
+    m = np.array(microbatches)[:, None]
+    if jpipe.SCHEDULES[schedule].flushes:
+        return {"naive": naive_price, "gpipe": gpipe_price, "pipedream_flush": flush_price}[schedule](times, m)
+    # the first forward that reads a new version: in 2BW that of the next batch but one, else the next forward but one
+    hidden = m - in_flight + 1 if schedule == "pipedream_2bw" else np.ones_like(in_flight)
+    return steady_price(times, m, hidden, extra)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A plan in the numbers that a schedule reads; cheap to make."""
+
+    schedule: str
+    microbatches: int
+    replicas: tuple[int, ...]
+    extra_in_flight: int = 0
+    noam: bool = False
+    vertical_sync: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    def microbatches_an_update(self, s: int) -> int:
+        """All stages update with each batch."""
+        return self.microbatches
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """For each m that is legal, by stage: what is in flight, the recomputation that was chosen, the bytes."""
+
+    microbatches: tuple[int, ...]  # of one pipeline
+    in_flight: Any
+    policy: Any  # its place in Layers.policies
+    memory: Any
+
+
+@cache
+def _flights(schedule: str, width: int, depth: int, extra: int, microbatches: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Any]:
+    """Of numbers of microbatches those that are legal, and for these n_s and the versions alive, by stage."""
+    rules = jpipe.SCHEDULES[schedule]
+    legal: list[int] = []
+    in_flight, versions = [], []
+    for m in microbatches:
+        shape = Shape(schedule, m * width, (width,) * depth, extra)
+        if legal or not rules.complaint(shape):  # more microbatches than legal ones are legal
+            legal.append(m)
+            in_flight.append([rules.in_flight(shape, s) for s in range(depth)])
+            versions.append([rules.versions_alive(shape, s) for s in range(depth)])
+    return tuple(legal), np.array(in_flight), np.array(versions)
+
+
+def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
+    """What does not depend on the schedule; without recomputation."""
+    one_way, both_ways = crossing.ports(stages.outputs[:-1])
+    sums = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
+    return Times(
+        forward=stages.forward,
+        backward=stages.backward[0],
+        update=stages.update,
+        sums=np.array(sums),
+        sharing=crossing.sharing if width > 1 else (),
+        messages=stages.outputs[:-1] / crossing.bandwidths,
+        latencies=crossing.latencies,
+        one_way=one_way,
+        both_ways=both_ways,
+    )
+
+
+class _Sweep:
+    def __init__(self, profile: Profile, topology: Topology, batch: int, exact: bool, schedules: tuple[str, ...], price: str) -> None:
+        self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
+        self.layers = Layers(profile)
+        self.limit = topology.device.memory or np.inf
+        self.tried = tuple((name, extra) for name in schedules for extra in ((0,) if jpipe.SCHEDULES[name].flushes else EXTRA))
+        self.cut = cache(self._cut)
+
+    def full(self) -> Iterator[tuple[int, int]]:
+        """(w, d) with all workers."""
+        count = self.topology.num_workers
+        return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
+
+    def smaller(self) -> Iterator[tuple[int, int]]:
+        """For each depth that leaves workers over, the deepest first, as many pipelines as can be."""
+        count = self.topology.num_workers
+        for depth in range(min(len(self.profile.ids), count), 0, -1):
+            widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
+            yield from ((width, depth) for width in sorted(widths))
+
+    def _width(self, rows: int, most: int) -> int:
+        """The most pipelines that a batch is enough for; 0: not for one."""
+        whole, rest = divmod(self.batch, rows)
+        if not self.exact or not whole:
+            return min(most, whole)
+        return 0 if rest else max(width for width in range(1, most + 1) if whole % width == 0)
+
+    def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
+        """All plans of w pipelines of d stages."""
+        together = _ORIENTATIONS if min(width, depth, len(self.topology.levels)) > 1 else _ORIENTATIONS[:1]
+        crossings = [(keep, Crossings.find(self.topology, width, depth, keep)) for keep in together]
+        for n, rows in enumerate(self.profile.sizes):
+            numbers = self._microbatches(rows * width, depth)
+            for stages in self.cut(depth, n) if numbers else ():
+                links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
+                for schedule, extra in self.tried:
+                    if depth == 1 and (extra or schedule in ("naive", "gpipe")):
+                        continue  # nothing is in flight: the same as with a flush
+                    fit = self._fit(stages, schedule, width, extra, numbers)
+                    for keep, times in links if fit.microbatches else ():
+                        chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
+                        yield from self._priced(stages, rows, schedule, width, extra, keep, fit, chosen)
+
+    def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
+        """The numbers of microbatches of a pipeline to try: powers of two, those times the depth, and the most."""
+        most, rest = divmod(self.batch, rows)
+        if self.exact:
+            return (most,) if most and not rest else ()
+        found = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
+        return tuple(sorted(found | {most} - {0}))
+
+    def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
+        """The cuts that balance compute best, without recomputation and with; mostly it is one."""
+        forward, backward = self.layers.forward[n], self.layers.backward[n]
+        cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
+        return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
+
+    def _fit(self, stages: Stages, schedule: str, width: int, extra: int, numbers: tuple[int, ...]) -> _Fit:
+        """Take for each stage the first policy that fits, else the smallest."""
+        legal, in_flight, versions = _flights(schedule, width, len(stages.starts), extra, numbers)
+        if not legal:
+            return _Fit((), None, None, None)
+        sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
+        memory = stage_bytes(
+            stages.weights,
+            stages.optimizer,
+            stages.state,
+            stages.residuals[:, None],
+            stages.inputs,
+            stages.outputs,
+            stages.temporary[:, None],
+            stages.labels,
+            versions=versions,
+            in_flight=in_flight,
+            waiting=waiting_inputs(in_flight, width, sent),
+        )
+        fits = memory <= self.limit
+        policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
+        return _Fit(legal, in_flight, policy, np.take_along_axis(memory, policy[None], 0)[0])
+
+    def _seconds(self, schedule: str, extra: int, fit: _Fit, times: Times) -> Price:
+        """The price of a batch."""
+        if self.price == "closed form":
+            return _price(schedule, extra, fit.microbatches, fit.in_flight, times)
+        m, depth = np.array(fit.microbatches)[:, None], fit.policy.shape[1]
+        rounds = m * depth if schedule == "naive" else m + depth - 1 if jpipe.SCHEDULES[schedule].flushes else m
+        return paper_price(times, m, rounds[:, 0])
+
+    def _priced(
+        self, stages: Stages, rows: int, schedule: str, width: int, extra: int, keep: Any, fit: _Fit, times: Times
+    ) -> Iterator[Candidate]:
+        price = self._seconds(schedule, extra, fit, times)
+        numbers, depth = np.array(fit.microbatches), len(stages.starts)
+        busy = width * (numbers * times.own.sum(1) + stages.update.sum())
+        sums = 2 * (width - 1) * stages.weights.sum() / (width * rows * numbers)
+        over = fit.memory - self.limit
+        rows_of = zip(
+            fit.microbatches,
+            price.seconds.tolist(),
+            (1 - busy / (width * depth * price.seconds)).tolist(),
+            fit.policy.tolist(),
+            fit.memory.tolist(),
+            (2 * stages.outputs.sum() / rows + sums).tolist(),
+            price.bound.tolist(),
+            price.where.tolist(),
+            over.argmax(1).tolist(),
+            over.max(1).tolist(),
+            strict=True,
+        )
+        for m, batch_seconds, bubble, policies, memory, sent, bound, where, worst, lacks in rows_of:
+            yield Candidate(
+                schedule=schedule,
+                rows=rows,
+                microbatches=m * width,
+                starts=stages.starts,
+                replicas=(width,) * depth,
+                policies=tuple([self.layers.policies[policy] for policy in policies]),
+                extra_in_flight=extra,
+                keep_together=keep,
+                seconds=batch_seconds,
+                bubble=bubble,
+                memory=tuple(memory),
+                sent=sent,
+                bound=BOUNDS[bound].format(where),
+                over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
+            ).sharing(self.topology.cores)

@@ -1,0 +1,220 @@
+"""What the PipeDream search is asked and what it answers, and the plain evaluation of any answer.
+
+Workers are numbered innermost first. Stages take contiguous ranges of them without gaps, from worker 0 on; the last ones may stay idle.
+A sum over the replicas of a stage costs the slowest link of all levels that its range crosses, a cut that of all levels that the ranges
+of both its stages cross together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import jpipe
+from planner.cost.memory import stage_bytes, waiting_inputs
+from planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
+from planner.machine.topology import Topology
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be cut, for which machines.
+
+    Attributes:
+        layers: what each costs for one microbatch.
+        topology: the workers.
+        microbatches: M, between two updates over all replicas, which the replicas of every stage must divide; "replicas": each stage
+            updates after one microbatch of each of its replicas, whose number is free.
+        inputs: bytes of one microbatch's inputs.
+        labels: bytes of its labels.
+        dispatch: seconds that each forward, backward and update of a stage costs besides its layers.
+        memory: bytes of a worker; None: not limited.
+        policies: recomputation policies that a stage may have. Each takes the cheapest that fits, of equal ones the first.
+        sync_state: as in `jpipe.Plan`.
+        extra_in_flight: as in `jpipe.Plan`; for `evaluate` alone, the searches count without.
+
+    Raises:
+        InputError: no policy; or memory is limited and a layer has no residual bytes for one.
+    """
+
+    layers: Sequence[jpipe.LayerCost]
+    topology: Topology
+    microbatches: int | Literal["replicas"] = "replicas"
+    inputs: int = 0
+    labels: int = 0
+    dispatch: float = 0.0
+    memory: float | None = None
+    policies: tuple[str, ...] = ("none",)
+    sync_state: bool = True
+    extra_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise jpipe.InputError("policies: expected at least one recomputation policy, found none; 'none' is one")
+        for n, layer in enumerate(self.layers) if self.memory is not None else ():
+            for policy in set(self.policies) - {"full", *layer.residuals}:
+                raise jpipe.InputError(
+                    f"layer costs: layer {n} has no residual bytes for '{policy}', found {sorted(layer.residuals)}; leave out this policy"
+                )
+
+    @cached_property
+    def links(self) -> tuple[jpipe.Link, ...]:
+        """The slowest link of all levels up to each one."""
+        levels = self.topology.levels
+        used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
+        return tuple(
+            jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
+            for inside in used
+        )
+
+    def link(self, first: int, last: int) -> jpipe.Link:
+        """The slowest link of all levels that the workers first .. last cross."""
+        level = self.topology.level(first, last)
+        return self.links[level] if level >= 0 else jpipe.Link()
+
+    def microbatches_an_update(self, replicas: Number) -> Number:
+        """M_s of a stage."""
+        return replicas if self.microbatches == "replicas" else self.microbatches
+
+    def versions(self, in_flight: Number, replicas: Number) -> Number:
+        """Weight versions alive at a stage, as `jpipe.SCHEDULES["pipedream"]` has it; for arrays too."""
+        late = replicas > 1
+        return -(-(in_flight - 1 + late) * replicas // self.microbatches_an_update(replicas)) + 1
+
+
+class Placed(NamedTuple):
+    """A stage and its workers.
+
+    Attributes:
+        start: its first layer.
+        stop: one past its last layer.
+        first: its first worker.
+        replicas: how many workers share it.
+        recompute: its recomputation policy.
+    """
+
+    start: int
+    stop: int
+    first: int
+    replicas: int
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A way to cut and place the layers.
+
+    Attributes:
+        stages: in order.
+        seconds: a microbatch, in steady state.
+        bound: what takes so long: ("stage", s), or ("cut", s) for the one behind stage s.
+        memory: bytes that a worker of each stage holds at most.
+        over: the stage that lacks most memory and how many bytes; None: it fits.
+    """
+
+    stages: tuple[Placed, ...]
+    seconds: float
+    bound: tuple[Literal["stage", "cut"], int]
+    memory: tuple[int, ...]
+    over: tuple[int, int] | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many workers it uses."""
+        return self.stages[-1].first + self.stages[-1].replicas
+
+    def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
+        """The plan of it.
+
+        Args:
+            ids: of the layers, in order.
+            problem: of which this is an answer.
+        """
+        paper = problem.microbatches == "replicas"
+        stages = [{"layers": tuple(ids[s.start : s.stop]), "replicas": s.replicas, "recompute": s.recompute} for s in self.stages]
+        return jpipe.Plan(
+            schedule="pipedream",
+            microbatches=math.lcm(*(s.replicas for s in self.stages)) if paper else problem.microbatches,
+            stages=stages,
+            update_every="replicas" if paper else "batch",
+            sync_state=problem.sync_state,
+            extra_in_flight=problem.extra_in_flight,
+        )
+
+
+def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
+    """Price any stages and count their memory, one by one: the yardstick of the searches.
+
+    Args:
+        problem: the costs and the workers.
+        stages: all layers in order, on workers without a gap.
+    """
+    times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
+    times += [(seconds_of(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
+    for s, (before, after) in enumerate(pairwise(stages)):
+        link = problem.link(before.first, after.first + after.replicas - 1)
+        times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
+    seconds, bound = max(times, key=lambda time: time[0])
+    memory = memory_of(problem, stages)
+    most = max(memory)
+    lacking = 0 if problem.memory is None else math.ceil(most - problem.memory)
+    return Partition(tuple(stages), seconds, bound, memory, (memory.index(most), lacking) if lacking > 0 else None)
+
+
+def seconds_of(problem: Problem, stage: Placed) -> float:
+    """Seconds a microbatch of one stage.
+
+    Args:
+        problem: the costs and the workers.
+        stage: its layers and its workers.
+    """
+    own = problem.layers[stage.start : stage.stop]
+    again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
+    compute = sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch
+    link = problem.link(stage.first, stage.first + stage.replicas - 1)
+    summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
+    update = sum(layer.update for layer in own) + problem.dispatch
+    return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_an_update(stage.replicas)))
+
+
+def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
+    """Bytes that a worker of each stage holds at most.
+
+    Args:
+        problem: the costs.
+        stages: all layers in order.
+    """
+    in_flight = [1]  # as `jpipe.SCHEDULES["pipedream"]` has it
+    for stage, after in reversed(list(pairwise(stages))):
+        in_flight.insert(0, 1 + -(-in_flight[0] * after.replicas // stage.replicas) + problem.extra_in_flight)
+    held = []
+    for s, (stage, ahead) in enumerate(zip(stages, in_flight, strict=True)):
+        own = problem.layers[stage.start : stage.stop]
+        last = stage.stop == len(problem.layers)
+        inputs = problem.layers[stage.start - 1].outputs if stage.start else problem.inputs
+        unchanged = _residuals(own, "none")
+        residuals = inputs if stage.recompute == "full" else _residuals(own, stage.recompute)
+        again = 0 if stage.recompute == "none" else max(unchanged - residuals, 0)
+        sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
+        held.append(
+            stage_bytes(
+                weights=sum(layer.weights for layer in own),
+                optimizer=sum(layer.optimizer for layer in own),
+                state=sum(layer.state for layer in own),
+                residuals=residuals,
+                inputs=inputs,
+                outputs=0 if last else own[-1].outputs,
+                temporary=max(layer.temporary for layer in own) + again,
+                labels=problem.labels if last else 0,
+                versions=problem.versions(ahead, stage.replicas),
+                in_flight=ahead,
+                waiting=waiting_inputs(ahead, stage.replicas, sent),
+            )
+        )
+    return tuple(int(size) for size in held)
+
+
+def _residuals(layers: Sequence[jpipe.LayerCost], policy: str) -> int:
+    return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])

@@ -1,0 +1,146 @@
+"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the price and the memory that `planner.search.partition` writes down.
+
+A bound on the seconds of a microbatch says which stages and cuts are fast enough; whether some of them make a pipeline is quickly found
+out (`planner.search.reach`, or `planner.search.fit` where memory is short). The least bound under which they do is found by bisection.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.search.fit import Fit
+from planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+from planner.search.reach import Reach, Reached
+from planner.search.runs import Runs
+from planner.search.spans import Spans
+
+TIE = 1e-9
+"""Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
+
+_ENOUGH = 1e-2  # how near to the least memory a plan comes that fits nowhere
+_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # what to try first where memory is short: loose bounds take long
+
+
+def search(problem: Problem) -> Partition:
+    """The stages and workers that train fastest and fit.
+
+    Of equally fast ones those with the fewest stages, then on the fewest workers, then, from the front, with the earliest cuts and the
+    fewest replicas.
+
+    Args:
+        problem: the costs, the workers and the limits.
+
+    Returns:
+        The best way, or, where none fits, one that needs about as little memory as can be; its `over` says how much is missing.
+    """
+    reach = Reach(problem, Runs(problem))
+    fastest = _fastest(problem, reach)
+    if fastest.over is None:
+        return fastest
+    assert problem.memory is not None
+    fitting = _Fitting(problem, reach)
+    low = fastest.seconds
+    for slower in _SLOWER:
+        found = fitting.some(fastest.seconds * slower)
+        if found:
+            break
+        low = fastest.seconds * slower
+    else:
+        return _smallest(problem, reach, fastest)
+    best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
+    return fitting.first(best)
+
+
+def _fastest(problem: Problem, reach: Reach) -> Partition:
+    """The answer without a limit of memory, with recomputation where that makes it fit without making it slower."""
+    again = "none" not in problem.policies
+
+    def within(bound: float) -> Partition | None:
+        reached = Reached(reach, bound, again)
+        return _recompute(problem, reached.some(), bound) if reached.feasible else None
+
+    alone = _recompute(problem, [reach.alone(again)], math.inf)
+    best = _squeeze(reach.at_least(again), alone, within, lambda partition: partition.seconds, TIE)
+    bound = best.seconds * (1 + TIE)
+    return _recompute(problem, Reached(reach, bound, again).first(), bound)
+
+
+def _smallest(problem: Problem, reach: Reach, fastest: Partition) -> Partition:
+    """About as little memory as can be, at any speed."""
+    assert problem.memory is not None
+
+    def within(memory: float) -> Partition | None:
+        return _Fitting(replace(problem, memory=memory), reach).some(math.inf)
+
+    low, found = problem.memory, None
+    while not found and 2 * low < max(fastest.memory):
+        found = within(2 * low)
+        low = low if found else 2 * low
+    least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    return evaluate(problem, least.stages)
+
+
+class _Fitting:
+    """The search where memory is short: by the relaxed rules, and where their answer does not fit by the true ones."""
+
+    def __init__(self, problem: Problem, reach: Reach) -> None:
+        self._problem, self._reach = problem, reach
+        self._spans = Spans(problem, reach)
+
+    def some(self, bound: float) -> Partition | None:
+        """Stages that are fast enough and fit; None: there are none."""
+        return self._found(bound, None)
+
+    def first(self, best: Partition) -> Partition:
+        """Of those that are as fast the one that the ties go to."""
+        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.workers))
+        assert found is not None
+        return found
+
+    def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
+        for relaxed in (True, False):
+            fit = Fit(self._reach, self._spans, bound, relaxed, at_most)
+            if not fit.feasible:
+                return None
+            stages = fit.stages()
+            found = _recompute(self._problem, stages, bound) if stages else None
+            if found and found.over is None:
+                return found
+        raise AssertionError("expected stages that fit")
+
+
+def _squeeze(
+    low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
+) -> Partition:
+    """The least size under which there is something, up to a share of it.
+
+    Args:
+        low: no size is smaller.
+        best: something to begin with.
+        within: finds something under a bound of its size, or nothing.
+        size: what is to become small.
+        share: a smaller difference is none.
+    """
+    above, just_below = 1e-3, False
+    while low < size(best) * (1 - share):
+        high = size(best)
+        # From below first, where often there is something, and where not it shows soon; near the end every other time just below the best.
+        just_below = not just_below and high - low <= 0.01 * high
+        bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
+        found = within(bound)
+        if found:
+            best, above = found, math.inf
+        else:
+            low, above = bound, 8 * above
+    return best
+
+
+def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
+    """Give each stage the cheapest policy that fits, of those that are fast enough; the cheapest of all where none fits."""
+    policies = sorted(problem.policies, key=lambda policy: policy != "none")
+    options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
+    chosen = []
+    for s in range(len(stages)):
+        fitting = (option.stages[s] for option in options if problem.memory is None or option.memory[s] <= problem.memory)
+        chosen.append(next((stage for stage in fitting if seconds_of(problem, stage) <= bound), options[0].stages[s]))
+    return evaluate(problem, chosen)

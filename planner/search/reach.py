@@ -1,0 +1,244 @@
+"""Which suffixes of the layers can be placed from which worker on, when no stage and no cut may take longer than a bound.
+
+From the last layer and the last worker to the first: the layers from i on can be placed from worker a on if some stage [i, j) on the
+workers a .. a + r - 1 is fast enough and the layers from j on can be placed from worker a + r on. A stage only gets slower when it gets
+longer, so for each i, r and level there is a farthest end, and of all ends j that can be continued the next one behind i decides.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from planner.cost.price import cut_seconds
+from planner.search.partition import Placed, Problem
+from planner.search.runs import Runs
+
+_AT_A_TIME = 32  # numbers of replicas
+
+
+class Reach:
+    """The search under a bound, for all bounds.
+
+    Attributes:
+        levels: the levels whose ranges a stage can cross, -1 for one worker, each with the replicas that it can have there.
+    """
+
+    def __init__(self, problem: Problem, runs: Runs) -> None:
+        topology = problem.topology
+        self.runs, self.workers, self._problem = runs, topology.num_workers, problem
+        some = runs.replicas
+        self.levels = [(-1, some[:1])]
+        self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
+        self._sizes = (1, *topology.sizes)
+        self._small = np.int16 if runs.count < 2**15 - 2 else np.int32
+        self._known: dict[tuple[float, bool], list[Any]] = {}
+
+    def here(self, a: int) -> list[tuple[int, slice]]:
+        """The levels that a range from worker a on can cross, by their place in `levels`, and the replicas that cross no higher one."""
+        found, inner = [(0, slice(0, 1))], a + 1
+        for place, (_, some) in enumerate(self.levels[1:], start=1):
+            end = (a // self._sizes[place] + 1) * self._sizes[place]
+            first, last = np.searchsorted(some, (inner - a + 1, end - a + 1))
+            if first < last:
+                found.append((place, slice(first, last)))
+            inner = end
+        return found
+
+    def farthest(self, bound: float, again: bool) -> list[Any]:
+        """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
+
+        Args:
+            bound: seconds a microbatch.
+            again: whether stages recompute.
+        """
+        if (bound, again) not in self._known:
+            self._known[bound, again] = [
+                self._exactly(bound, again, *level) for level in zip(self.about(bound, again), self.levels, strict=True)
+            ]
+        return self._known[bound, again]
+
+    def about(self, bound: float, again: bool) -> list[Any]:
+        """What `farthest` finds, or a little more: sums of floats round."""
+        return [self.runs.ends(bound, some, level, again) for level, some in self.levels]
+
+    def _exactly(self, bound: float, again: bool, about: Any, level: tuple[int, Any]) -> Any:
+        """Take back the ends that are too far by what a stage costs."""
+        ends, first = about.ravel(), np.tile(np.arange(self.runs.count + 1), len(about))
+        replicas = np.repeat(level[1], self.runs.count + 1)
+        some = np.nonzero(first < ends)[0]
+        while len(some):
+            some = some[self.runs.seconds(first[some], ends[some], replicas[some], level[0], again) > bound]
+            ends[some] -= 1
+            some = some[first[some] < ends[some]]
+        return ends.reshape(about.shape).astype(self._small)
+
+    def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
+        """For each worker the first and the last layer that can begin a stage there, if each stage crossed as few levels as it could.
+
+        That is an upper bound of what the topology allows, and cheap: without ranges the layers that can be placed from a worker on have
+        no gaps, so one number says which they are. On one level it is exact.
+
+        Args:
+            ends: what `about` has found.
+            cuts: what `cuts` has found.
+        """
+        count, workers, replicas = self.runs.count, self.workers, self.runs.replicas
+        inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
+        farthest = np.concatenate([table[some > few] for table, (_, some), few in zip(ends, self.levels, inside, strict=True)])
+        order = np.arange(count + 1)
+        starts = np.stack([np.searchsorted(row, order) for row in farthest])
+        allowed = cuts[min(1, len(cuts) - 1)]
+        after = np.minimum.accumulate(np.where(allowed, order, count)[::-1])[::-1]
+        before = np.maximum.accumulate(np.where(allowed, order, 0))
+        first, last = np.full(workers + 1, count), np.zeros(workers + 1, int)
+        for a in range(1, workers + 1):
+            some = replicas[: np.searchsorted(replicas, a, side="right")]
+            which = np.arange(len(some))
+            first[workers - a] = starts[which, after[first[workers - a + some]]].min()
+            last[a] = farthest[which, before[last[a - some]]].max()
+        return first, last
+
+    def at_least(self, again: bool) -> float:
+        """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
+        start = np.arange(self.runs.count)
+        each = [self.runs.seconds(start, start + 1, some[:, None], level, again) for level, some in self.levels]
+        return max(float(np.concatenate(each).min(0).max()), float(self.runs.compute(again)[-1] / self.workers))
+
+    def alone(self, again: bool) -> Placed:
+        """The fastest stage of all layers."""
+        options = []
+        for place, some in self.here(0):
+            level, replicas = self.levels[place]
+            options += [(float(self.runs.seconds(0, self.runs.count, r, level, again)), r) for r in replicas[some].tolist()]
+        return Placed(0, self.runs.count, 0, min(options)[1])
+
+    def cuts(self, bound: float) -> list[Any]:
+        """For each of `levels` which cuts are fast enough for it; the first and the last are none."""
+        sizes = self.runs.outputs
+        links = self._problem.links
+        return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
+
+    def between(self, a: int) -> int:
+        """The place in `levels` of the level between the workers a - 1 and a."""
+        return self._problem.topology.level(a - 1, a) + 1
+
+
+class Reached:
+    """What can be placed under one bound.
+
+    Attributes:
+        feasible: whether all layers can be placed from worker 0 on.
+    """
+
+    def __init__(self, reach: Reach, bound: float, again: bool) -> None:
+        self._reach, self._bound, self._again = reach, bound, again
+        self._cuts = reach.cuts(bound)
+        first, last = reach.windows(reach.about(bound, again), self._cuts)
+        self.feasible = not first[0]
+        if not self.feasible:
+            return
+        self._farthest = farthest = reach.farthest(bound, again)
+        count, workers = reach.runs.count, reach.workers
+        self._placed = np.zeros((workers + 1, count + 1), bool)
+        self._placed[1:, count] = True  # nothing is left: the other workers are idle
+        never = count + 1
+        self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in reach.levels]
+        order = np.arange(count + 1, dtype=farthest[0].dtype)
+        for a in range(workers, -1, -1):
+            window = slice(int(first[a]), min(int(last[a]) + 1, count))
+            for place, some in reach.here(a) if a < workers else ():
+                self._place(a, place, some, window)
+            for place in range(len(reach.levels)):
+                ends = np.where(self._continued(a, place), order, never)
+                self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
+        self.feasible = bool(self._placed[0, 0])
+
+    def _place(self, a: int, place: int, some: slice, window: slice) -> None:
+        """Which of the layers in `window` can be the first ones of a stage from worker a on, with `some` of a level's replicas.
+
+        A few replicas after the other, each time from the first to the last layer of which that is not known: mostly few are left soon.
+        """
+        replicas, placed = self._reach.levels[place][1], self._placed[a]
+        for begin in range(some.start, some.stop, _AT_A_TIME):
+            open_ = np.nonzero(self._cuts[place][window] & ~placed[window])[0]
+            if not len(open_):
+                return
+            window = slice(window.start + int(open_[0]), window.start + int(open_[-1]) + 1)
+            few = slice(begin, min(begin + _AT_A_TIME, some.stop))
+            ends = self._next[place][a + replicas[few], window]
+            placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
+
+    def _continued(self, a: int, place: int) -> Any:
+        """Where a stage whose range crosses a level can end so that what is behind it goes on from worker a."""
+        if a == 0:
+            return np.zeros_like(self._placed[a])
+        allowed = self._placed[a] & self._cuts[place]
+        return allowed & self._cuts[self._reach.between(a)] if a < self._reach.workers else allowed
+
+    def some(self) -> tuple[Placed, ...]:
+        """Any stages that are fast enough: each time the fastest one that goes on."""
+        runs, stages, i, a = self._reach.runs, list[Placed](), 0, 0
+        while i < runs.count:
+            options = []
+            for place, some in self._reach.here(a):
+                level, all_replicas = self._reach.levels[place]
+                replicas = all_replicas[some]
+                ends = self._next[place][a + replicas, i]
+                good = (ends <= self._farthest[place][some, i]) & self._cuts[place][i]
+                if good.any():
+                    replicas, ends = replicas[good], ends[good].astype(np.int64)
+                    seconds = runs.seconds(i, ends, replicas, level, self._again) * replicas
+                    n = np.lexsort((ends, replicas, seconds))[0]
+                    options.append((float(seconds[n]), int(replicas[n]), int(ends[n])))
+            _, r, j = min(options)
+            stages.append(Placed(i, j, a, r))
+            i, a = j, a + r
+        return tuple(stages)
+
+    def first(self) -> tuple[Placed, ...]:
+        """Of all that are fast enough the fewest stages on the fewest workers, then from the front the earliest cuts, fewest replicas."""
+        reach, runs = self._reach, self._reach.runs
+        base = reach.workers + 1
+        least, tables = self._least(base)
+        stages, i, a = list[Placed](), 0, 0
+        while i < runs.count:
+            options = []
+            for place, some in reach.here(a):
+                replicas = reach.levels[place][1][some]
+                if self._cuts[place][i]:
+                    behind = tables[place][a + replicas, 0, i + 1 :] == least[a, i] - base
+                    near = np.arange(i + 1, runs.count + 1) <= self._farthest[place][some, i][:, None]
+                    found = np.argwhere((behind & near).T)
+                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in found[:1]]
+            j, r = min(options)
+            stages.append(Placed(i, j, a, r))
+            i, a = j, a + r
+        return tuple(stages)
+
+    def _least(self, base: int) -> tuple[Any, list[Any]]:
+        """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over runs of 2^k ends."""
+        reach, count = self._reach, self._reach.runs.count
+        power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
+        never = np.iinfo(np.int32).max - base
+        least = np.full((reach.workers + 1, count + 1), never, np.int32)
+        least[1:, count] = np.arange(1, reach.workers + 1)
+        tables = [np.full((reach.workers + 1, power[-1] + 1, count + 1), never, np.int32) for _ in reach.levels]
+        for a in range(reach.workers, -1, -1):
+            for place, some in reach.here(a) if a < reach.workers else ():
+                starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
+                if not len(starts):
+                    continue
+                ends = self._farthest[place][some][:, starts].astype(np.int64)
+                k = power[ends - starts]
+                rows = (a + reach.levels[place][1][some])[:, None]
+                found = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
+                found = np.where(ends > starts, found, never).min(0) + base
+                least[a, starts] = np.minimum(least[a, starts], found)
+            for place, table in enumerate(tables):
+                row = table[a]
+                row[0] = np.where(self._continued(a, place), least[a], never)
+                for k in range(1, len(row)):
+                    half = 2 ** (k - 1)
+                    row[k] = row[k - 1]
+                    row[k, :-half] = np.minimum(row[k - 1, :-half], row[k - 1, half:])
+        return least, tables

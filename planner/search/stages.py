@@ -1,0 +1,103 @@
+"""What the stages of a cut cost, for all recomputation policies at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+import jpipe
+from planner.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Costs by stage, as `jpipe.sum_layer_costs` counts them; NumPy arrays over the stages, with a first axis of policies where told.
+
+    At the last stage residuals count as such, even if forward and backward are one program, whose temporaries they then are.
+
+    Attributes:
+        starts: the first layer of each stage.
+        forward: seconds of one microbatch, dispatch included.
+        backward: the same, by policy: with the forward that is made again.
+        update: seconds, dispatch included.
+        weights: bytes of one version.
+        optimizer: bytes.
+        state: bytes.
+        inputs: bytes of one microbatch.
+        outputs: bytes that cross the cut; 0 at the last stage.
+        labels: bytes; 0 but at the last stage.
+        residuals: bytes of one microbatch, by policy.
+        temporary: bytes, by policy.
+    """
+
+    starts: tuple[int, ...]
+    forward: Any
+    backward: Any
+    update: Any
+    weights: Any
+    optimizer: Any
+    state: Any
+    inputs: Any
+    outputs: Any
+    labels: Any
+    residuals: Any
+    temporary: Any
+
+
+class Layers:
+    """The numbers of a profile as arrays, and the recomputation policies that all its layers know, in the order to try them in."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        at = [[layer.at[n] for layer in profile.layers] for n in range(len(profile.sizes))]
+        known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.RECOMPUTE) - {"none", "full"}
+        kept = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
+        self.policies = ("none", *sorted(known, key=lambda policy: (-kept[policy], policy)), "full")
+        self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])
+        self.forward = np.array([[one.forward for one in row] for row in at])
+        self.backward = np.array([[one.backward for one in row] for row in at])
+        self._outputs = np.array([[one.outputs for one in row] for row in at])
+        self._temporary = np.array([[one.temporary for one in row] for row in at])
+        self._residuals, self._shared = (
+            np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
+            for name in ("residuals", "shared")
+        )
+
+    @cached_property
+    def _once(self) -> dict[str, Any]:
+        """What does not depend on the microbatch."""
+        names = ("update", "weights", "optimizer", "state")
+        return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
+
+    def cut(self, starts: Sequence[int], n: int) -> Stages:
+        """The stages of a cut for the n-th microbatch size of the profile.
+
+        Args:
+            starts: the first layer of each stage.
+            n: counts the sizes.
+        """
+        first, profile = np.array(starts), self._profile
+        inputs = np.append(profile.inputs[n], self._outputs[n, first[1:] - 1])
+        labels = np.zeros_like(inputs)
+        labels[-1] = profile.labels[n]
+        shared = self._shared[:, n]
+        kept = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
+        kept[-1] = np.where(np.logical_and.reduceat(self._full_known, first), kept[-1], inputs)
+        made_again = np.maximum(kept[0] - kept, 0)  # 0 where nothing is
+        forward = np.add.reduceat(self.forward[n], first)
+        backward = np.add.reduceat(self.backward[n], first)
+        again = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
+        once = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
+        return Stages(
+            starts=tuple(starts),
+            forward=forward + profile.dispatch,
+            backward=backward + again + profile.dispatch,
+            inputs=inputs,
+            outputs=np.append(inputs[1:], 0),
+            labels=labels,
+            residuals=kept,
+            temporary=np.maximum.reduceat(self._temporary[n], first) + made_again,
+            **(once | {"update": once["update"] + profile.dispatch}),
+        )

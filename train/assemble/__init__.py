@@ -1,0 +1,1 @@
+"""From a config to a pipeline and its batches."""

@@ -1,0 +1,212 @@
+"""From a config to a pipeline and its batches: plan, model, data, optimizer, each checked before a device works."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+import jpipe
+from jpipe.files import expanded, read_text
+from planner.machine.local import host_memory, usable_cores
+from train.assemble import data, labels, model
+from train.assemble.optimizer import optimizer
+from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig
+from train.console.progress import Reporter
+
+
+def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
+    """What `config` describes, wherever it is to run. Nothing ran on a device.
+
+    Args:
+        config: of the run.
+        reporter: is told what takes long.
+        plan: where the config does not say which.
+
+    Raises:
+        jpipe.InputError: something in the config does not fit.
+    """
+    with named_as_in_the_config(config.plan.file):
+        stack, loss = model.layers(config.model), model.loss(config.loss)
+        plan = plan or make_plan(config.plan, stack.ids)
+        check_microbatches(plan, config.train.batch_size)
+        plan.check_layers(stack.ids)
+        with reporter.phase("reading the data"):
+            batches = data.load(config)
+        rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, clip_global_norm=config.optimizer.clip_global_norm)
+    return pipe, batches
+
+
+def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
+    """Refuse what cannot run here: missing devices, too little memory, a loss or an optimizer that does not fit, labels out of range.
+
+    Returns:
+        The data, which refuses labels that are out of range in later batches too.
+
+    Raises:
+        jpipe.InputError: any of these.
+    """
+    batch = batches.train[0]
+    with named_as_in_the_config(config.plan.file):
+        layers = layer_specs(pipe.stack, pipe.plan, batch)
+        check_memory({layer_id: layer.params for layer_id, layer in layers.items()}, pipe.optimizer, pipe.plan, devices_that_start(pipe))
+        pipe.check(batch, model.metrics(config.eval))
+    return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
+
+
+def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.LayerSpec]:
+    """Shapes and dtypes around each layer, by its id."""
+
+    def microbatch_spec(rows: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(rows) // plan.microbatches, *rows.shape[1:]), jax.dtypes.canonicalize_dtype(rows.dtype))
+
+    return stack.specs(jax.tree.map(microbatch_spec, batch[0]))
+
+
+def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters, by layer id."""
+    return {layer_id: layer.params for layer_id, layer in layer_specs(stack, plan, batch).items()}
+
+
+def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
+    """The plan in `config.file`, or even stages.
+
+    Raises:
+        jpipe.InputError: a file that cannot be read or is no plan; keys that make no legal plan.
+    """
+    if config.file is None:
+        return jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file"}))
+    return read_plan(config.file)
+
+
+def read_plan(file: str) -> jpipe.Plan:
+    """The plan that `plan.file` names.
+
+    Raises:
+        jpipe.InputError: it cannot be read, or is no plan.
+    """
+    text = read_text(
+        expanded(file, "plan.file"),
+        MOST_PLAN_BYTES,
+        f"plan.file: cannot read '{file}'",
+        "give a plan's JSON file, or null",
+        f"plan.file: expected a plan as JSON in '{file}', found text that is not UTF-8",
+    )
+    return jpipe.Plan.from_json(text, where=file)
+
+
+@contextlib.contextmanager
+def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
+    """Errors about the plan inside name the file that it comes from, if any; those about clipping name the key of the config."""
+    try:
+        yield
+    except jpipe.InputError as error:
+        where = {"plan: ": f"{plan_file}: "} if plan_file not in (None, AUTO) else {}
+        for library, config in (where | {"clip_global_norm: ": "optimizer.clip_global_norm: "}).items():
+            if str(error).startswith(library):
+                raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
+        raise
+
+
+def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
+    """Refuse a plan (from a file, say) whose microbatches do not divide the batch, or are too many to be meant."""
+    if batch_size % plan.microbatches:
+        raise jpipe.InputError(
+            f"plan: expected microbatches that divide train.batch_size {batch_size}, found {plan.microbatches}; change one of them"
+        )
+    if plan.microbatches > MOST_MICROBATCHES:
+        raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
+    """The device of each worker.
+
+    Raises:
+        jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan does not fit those that there are.
+    """
+    start_devices()
+    return pipe.devices
+
+
+def start_devices() -> None:
+    """Let JAX start its devices; with several processes it waits until all have.
+
+    Raises:
+        jpipe.InputError: JAX finds no devices of the kind it was told to use, or cannot start them.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter, without a word, where it was told to use GPUs and there are none
+        reason = (str(error).splitlines() or [f"none found for '{jax.config.values['jax_platforms']}'"])[0]
+        raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
+
+
+def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, plan: jpipe.Plan, devices: Sequence[jax.Device]) -> None:
+    """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
+
+    Args:
+        specs: shapes and dtypes of the parameters, by layer id.
+        rule: the optimizer.
+        plan: each replica of a stage holds all of its layers.
+        devices: where the workers run; those of this process are looked at.
+    """
+    own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
+    layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
+    weights, have = bytes_of(layers), memory_of([device for _, device in own])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
+    need = 2 * weights + state * weights // max(bytes_of(specs), 1)
+    if need > have:
+        raise jpipe.InputError(
+            f"model: expected one that fits in {have / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "
+            f"{need / 1e9:,.0f} GB ({weights / 1e9:,.0f} GB of weights, their gradients, the optimizer's state); make it smaller"
+        )
+
+
+def bytes_of(specs: Any) -> int:
+    """Bytes of all arrays of a tree, given their shapes and dtypes."""
+    return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
+
+
+def memory_of(devices: Sequence[Any]) -> float:
+    """Bytes of memory of these devices together; infinite where that is not known."""
+    if devices[0].platform == "cpu":
+        return host_memory()
+    return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
+
+
+def devices_of(plan: jpipe.Plan) -> int:
+    """How many devices, of all processes, the plan asks for."""
+    return len(plan.workers) if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+
+
+def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
+    """Where CPUs are the devices, have JAX make one for each worker when it starts, which code of the user's may cause.
+
+    Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
+
+    Raises:
+        jpipe.InputError: the plan cannot be read, or has fewer workers than there are processes.
+    """
+    with named_as_in_the_config(config.file):
+        if config.file == AUTO:  # one for each core, or one in each process
+            count = usable_cores() if num_processes == 1 else num_processes
+        else:
+            count = config.workers if config.file is None else devices_of(read_plan(config.file))
+        if num_processes > count:
+            raise jpipe.InputError(
+                f"plan: expected at least as many workers as processes, found {count} for {num_processes} processes; start fewer, or use "
+                "more stages or replicas"
+            )
+    force_cpu_devices(1 if count % num_processes else count // num_processes)
+
+
+def force_cpu_devices(count: int) -> None:
+    """Where CPUs are the devices, make at least `count`, within reason. It changes nothing on a GPU, nor where JAX runs already."""
+    count = min(count, 256)  # far more would take minutes and gigabytes; what is missing then, the pipeline tells
+    if jax.config.values["jax_num_cpu_devices"] < count:
+        with contextlib.suppress(RuntimeError):  # JAX runs already (a notebook, a test): stages share what devices there are
+            jax.config.update("jax_num_cpu_devices", count)

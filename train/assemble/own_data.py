@@ -1,0 +1,106 @@
+"""Batches from a function of the user's own: what it has to return, and how a mistake in it is told."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe import InputError
+from train.assemble.rows import Batch, when_sliced
+from train.config import entry_point
+
+
+@dataclass(frozen=True)
+class OwnBatches:
+    """`batches[t]`, every mistake in making one told in a line that begins with `name`.
+
+    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read.
+    """
+
+    batches: Any
+    name: str
+    batch_size: int
+
+    def __len__(self) -> int:
+        with entry_point.told(f"data.target: len({self.name}) fails"):
+            return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        found: Batch = when_sliced(self._specs, lambda: self._alike(index))
+        return found
+
+    @cached_property
+    def _specs(self) -> Batch:
+        specs: Batch = _specs(self.made(0))
+        return specs
+
+    def _alike(self, index: int) -> Batch:
+        batch = self.made(index)
+        if _specs(batch) != self._specs:
+            first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
+            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; mend it")
+        return batch
+
+    def made(self, index: int) -> Batch:
+        """Batch `index`, as the user's code makes it.
+
+        Raises:
+            InputError: that fails, or gives something else.
+        """
+        with entry_point.told(f"data.target: {self.name}[{index}] fails"):
+            batch = self.batches[index]
+        expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
+        for leaf in jax.tree.leaves(batch):
+            if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+                raise InputError(f"data.target: {expected}, found in it {type(leaf).__name__}; use np.asarray")
+            if len(leaf) != self.batch_size:
+                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; mend it, or train.batch_size")
+        return batch
+
+
+def _specs(batch: Batch) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+
+
+def digest(train: OwnBatches, validation: OwnBatches) -> str:
+    """Of the first batch of each: where the function forgets its seed, no two processes have the same."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, steps: int) -> tuple[OwnBatches, OwnBatches]:
+    """(train, validation) from `target(seed, batch_size, **arguments)`.
+
+    `train[t]` is batch t, for any t < `steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
+    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
+
+    Raises:
+        InputError: the target is not there, fails, or returns something else, or a list of too few batches.
+    """
+    found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
+    if not isinstance(found, Sequence) or len(found) != 2:
+        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
+    for name, batches in zip(("train", "validation"), found, strict=True):
+        if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
+            raise InputError(
+                f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
+                "return a list, or an object with __getitem__ (and for validation __len__)"
+            )
+    train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    if len(validation) == 0:
+        raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
+    # An object of another kind may begin again after its last batch, whatever its len() is.
+    if isinstance(found[0], (list, tuple)) and len(train) < steps:
+        raise InputError(
+            f"data.target: expected train to give batch t for every t < train.steps {steps}, found a {type(found[0]).__name__} of "
+            f"{len(train)}; repeat them or lower train.steps"
+        )
+    return train, validation

@@ -1,0 +1,143 @@
+"""Checkpoints of a run, taken and written while it goes on."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jpipe
+from train.config.config import CheckpointConfig
+from train.launch.together import Together
+
+Observer = Callable[[jpipe.Event], None]
+
+_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
+
+
+class _NotRemoved(OSError):
+    """The new checkpoint is there, one that is no longer wanted too."""
+
+
+class Checkpoints:
+    """Takes a cut of the run at every so many batches and at its end, and has it written in the background.
+
+    A cut is written once the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
+    their parts, and process 0 says that it is complete.
+
+    Args:
+        config: how often, and what is kept.
+        pipe: what runs.
+        folder: of the run, the same for all processes.
+        steps: of the run.
+        together: the processes of the run.
+        facts: what else a checkpoint says, whatever its batch.
+        rows: gives those of the run so far; process 0 is asked.
+        say: is told, in process 0, what went wrong.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        pipe: jpipe.Pipeline,
+        folder: Path,
+        steps: int,
+        together: Together,
+        facts: Mapping[str, Any],
+        rows: Callable[[], bytes],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
+        self._facts, self._rows, self._say = facts, rows, say
+        self._together = together
+        self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
+        self._writing: Future[None] | None = None
+        self._is_last = False  # whether the last one was begun, but for that at the end
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self.written: int | None = None  # the last complete one, as far as process 0 knows
+
+    def arm(self, step: int) -> None:
+        """Before `step` runs: begin to take the cut behind it, if one is due there."""
+        every = self._config.every
+        if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
+            self._cuts.append(self._pipe.cut(step + 1))
+
+    def arm_last(self, step: int) -> None:
+        """Before `step` runs: begin to take the cut behind it, due or not; none is due any more after it, but that at the run's end."""
+        self._is_last = True
+        self._cuts.append(self._pipe.cut(step + 1))
+
+    @property
+    def last_is_over(self) -> bool:
+        """Whether `arm_last` was called and its cut is written, in process 0 by all processes; or could not be."""
+        return self._is_last and not self._cuts and (self._writing is None or self._writing.done())
+
+    def observing(self, other: Observer | None = None) -> Observer | None:
+        """What `Pipeline.step` is to be observed with: the cuts that are being taken, and `other`."""
+        observers: list[Observer] = [cut for cut in self._cuts if not cut.complete]
+        observers += [] if other is None else [other]
+        if len(observers) < 2:
+            return observers[0] if observers else None
+
+        def observe(event: jpipe.Event) -> None:
+            for observer in observers:
+                observer(event)
+
+        return observe
+
+    def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
+        """Have cuts written that are complete and whose rows are logged; say what became of the one before.
+
+        Args:
+            logged: the last step whose row is written.
+            facts: what a checkpoint says of its own batch.
+
+        Raises:
+            OSError: the disk is full, and the config says to stop then.
+            TimeoutError: another process did not write its part.
+        """
+        if self._writing is not None and self._writing.done():
+            self.finish()  # so that what went wrong is told now
+        # Near the run's end one may stay incomplete: its workers do not come to the forwards that it waits for. That at the end is there.
+        for cut in [cut for cut in self._cuts if cut.complete and cut.batch <= logged + 1]:
+            self._cuts.remove(cut)
+            self.finish()
+            self._writing = self._thread.submit(self._write, cut, {**self._facts, **facts(cut.batch)})
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            OSError: as `proceed`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            with self._together.working("a checkpoint to be written"):
+                writing.result()
+        except OSError as error:
+            from jpipe.checkpoints import files as checkpoint_files
+
+            whole = checkpoint_files.steps(self._folder)
+            kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
+            what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
+            if self._config.on_full_disk == "stop":
+                raise OSError(error.errno, f"{what}: {error.strerror or error}; {kept}") from error
+            self._say(f"{what}: {error.strerror or error}; the run goes on, {kept}")
+
+    def close(self) -> None:
+        """Begin nothing more; what is being written is finished, if it can be."""
+        self._cuts.clear()
+        self._thread.shutdown(wait=True)
+
+    def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
+        from jpipe.checkpoints import files, save
+
+        save(self._folder, cut, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
+        if not self._together.is_first:
+            return
+        self.written = cut.batch
+        try:
+            files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
+        except OSError as error:
+            raise _NotRemoved(error.errno, error.strerror) from error

@@ -1,0 +1,262 @@
+"""Where a run takes up again: the checkpoint, what it says, and the layers that this process needs of it."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import pydantic
+
+import jpipe
+from jpipe import InputError
+from jpipe.files import shown
+from planner.machine.plain_yaml import parse
+from train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
+from train.checkpoint.run_folder import folder_of, is_of_this_job
+from train.config import config_file
+from train.config.config import Config
+from train.launch.numeric_settings import numeric_settings
+from train.launch.together import Together
+
+Resume = Literal["auto", "must", "never"]
+"""Whether to resume: where the run's folder holds a checkpoint; or refuse to begin anew; or refuse a folder that holds a run."""
+
+
+VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
+"""The libraries whose versions a checkpoint says."""
+
+
+class Facts(pydantic.BaseModel):
+    """What a checkpoint says of its run.
+
+    Attributes:
+        config: as resolved, in YAML.
+        plan: as JSON.
+        devices: how many there were.
+        val_loss_before: before the first step.
+        val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
+        val_metrics: likewise, by their names in a row.
+        versions: of jpipe and JAX, and the settings that can change numbers.
+        history: the parts of the run up to this checkpoint; none where the jpipe that wrote it kept none.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    config: str
+    plan: str
+    devices: Annotated[Count, pydantic.Field(strict=True)]
+    val_loss_before: Annotated[float, pydantic.Field(allow_inf_nan=False)]
+    val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
+    val_metrics: dict[str, float] = {}
+    versions: dict[str, str] = {}
+    history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
+
+    @pydantic.field_validator("config")
+    @classmethod
+    def _plain(cls, text: str) -> str:
+        _config_in(text)
+        return text
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on.
+
+    Attributes:
+        folder: of the run.
+        step: the batch that comes next.
+        facts: of the checkpoint.
+        there: the steps of all complete checkpoints of the folder.
+    """
+
+    folder: Path
+    step: int
+    facts: Facts
+    there: tuple[int, ...]
+
+    def check_unchanged(self) -> None:
+        """Refuse a folder in which another process has trained since this run was looked for; for the one that holds its lock.
+
+        Raises:
+            InputError: it has other checkpoints now.
+        """
+        from jpipe.checkpoints import files as checkpoint_files
+
+        if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
+            last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
+            raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
+
+    @property
+    def plan(self) -> jpipe.Plan:
+        """The plan that it ran by."""
+        return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
+
+    def parts(self) -> list[Part]:
+        """Those of the run up to here; one in place of all of those that a jpipe without a history has made."""
+        if self.facts.history:
+            return self.facts.history
+        settings = _config_in(self.facts.config)
+        may_be_reset = settings.get("resume", {"optimizer": "keep"}) != {"optimizer": "keep"}
+        return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
+
+    def changes(self, config: Config) -> list[str]:
+        """The keys whose values are other ones now; the plan as a whole, for a file of it says all its keys."""
+        before, now = (_config_in(text) for text in (self.facts.config, config_file.to_yaml(config)))
+        plans = before.pop("plan", None), now.pop("plan")
+        flat, there = _flat(now), _flat(before)
+        changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
+        return (["plan"] if plans[0] != plans[1] else []) + changed
+
+    def other_versions(self) -> list[str]:
+        """`JAX 0.10.1, now 0.10.2`: of each library, and each setting that can change numbers, that was another one when it was written."""
+        then, now = self.facts.versions, VERSIONS | numeric_settings()
+        return [f"{name} {then[name] or 'unset'}, now {now[name] or 'unset'}" for name in now if then.get(name, now[name]) != now[name]]
+
+    def rows(self) -> str:
+        """The lines of `metrics.jsonl` of the steps before.
+
+        Raises:
+            InputError: they are damaged.
+        """
+        from jpipe.checkpoints import files as checkpoint_files
+
+        lines = checkpoint_files.read_metrics(self.folder, self.step).decode("utf-8", errors="ignore").splitlines()
+        where = f"{self.folder}: the rows of the checkpoint of step {self.step}"
+        return "".join(f"{line}\n" for n, line in enumerate(lines, start=1) if _step(line, f"{where}, line {n}") < self.step)
+
+    def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
+        """The layers of this process's workers, read and held against their hashes.
+
+        Raises:
+            InputError: one of them is not in the checkpoint; a file is damaged.
+        """
+        from jpipe.checkpoints import read
+
+        return read(pipe, self.folder, self.step)
+
+    def stand_ins(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
+        """What has the shapes and types of `layers` and needs no memory, to be checked before they are read.
+
+        Raises:
+            InputError: as `layers`, but for the contents of files.
+        """
+        from jpipe.checkpoints import stand_ins
+
+        return stand_ins(pipe, self.folder, self.step)
+
+
+def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float]) -> History:
+    """The parts of the run that begins now, or goes on.
+
+    Args:
+        config: of the run.
+        plan: by which it goes on.
+        resumed: where it goes on.
+        clock: seconds since this part of it began.
+    """
+    settings, devices = config.model_dump(), jax.device_count()
+    if resumed is None:
+        return History((), part(plan, settings, devices, 0, 0, 0), plan, clock)
+    before, step = resumed.parts(), resumed.step
+    updates = 0 if config.resume.optimizer == "reset" else updates_before(before[-1], resumed.plan, step)
+    return History(before, part(plan, settings, devices, step, step, updates), plan, clock)
+
+
+def find(config: Config, resume: Resume, together: Together, say: Callable[[str], None]) -> Resumed | None:
+    """The newest whole checkpoint of the run's folder; None: the run begins at step 0. All processes call this.
+
+    Raises:
+        InputError: `resume` is "must" and there is none; checkpoints are there and none of them is whole; a newer jpipe wrote them.
+    """
+
+    def look() -> str:
+        try:
+            return json.dumps(_find(config, resume, say))
+        except OSError as error:
+            raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
+
+    found = json.loads(together.from_first("where the run resumes", look))
+    if found is None:
+        return None
+    return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]), tuple(found["there"]))
+
+
+def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping[str, Any] | None:
+    if config.run.dir is None:
+        if resume == "must":
+            raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
+        return None
+    folder = folder_of(config)
+    assert folder is not None
+    if resume == "never" and not is_of_this_job(folder):  # what this job has written before a process of it failed is not refused
+        return None
+    if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
+        if resume == "must":
+            raise InputError(f"--resume must: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
+        return None
+    from jpipe.checkpoints import files as checkpoint_files
+
+    there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
+    step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))
+    if step is None:
+        if resume == "must" or there:
+            raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
+        return None
+    try:
+        facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
+    except pydantic.ValidationError as error:
+        raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
+    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
+
+
+def _config_in(text: str) -> dict[Any, Any]:
+    """The config that a checkpoint says, which may be of another version of jpipe, with other keys.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        if len(text) > config_file.MOST_BYTES:
+            raise ValueError(f"expected at most {config_file.MOST_BYTES:,} characters, found {len(text):,}")
+        data = parse(text, "the config of the checkpoint", "take another checkpoint")
+    except jpipe.InputError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a mapping of keys such as 'train:', found {type(data).__name__}; take another checkpoint")
+    return data
+
+
+def _step(line: str, where: str) -> float:
+    """Of which step a row is; infinite if it is none: it was being written.
+
+    Raises:
+        InputError: jpipe does not write such rows.
+    """
+    if len(line) > _LONGEST_ROW:
+        raise InputError(f"{where}: expected numbers by their names, found {len(line):,} characters; take another checkpoint")
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return math.inf
+    except RecursionError:
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_number, row.values())):
+        raise InputError(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
+    return float(row["step"])
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63)
+
+
+_LONGEST_ROW = 2**16  # characters; a thousand metrics
+
+
+def _flat(tree: Any, before: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {before.removesuffix("."): tree}
+    return {key: value for name, inner in tree.items() for key, value in _flat(inner, f"{before}{name}.").items()}

@@ -1,0 +1,191 @@
+"""The parameters that a run begins with: from a safetensors file, such as `jpipe export` writes, or from a checkpoint of another run."""
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import own_layers
+from jpipe.checkpoints.records import describe
+from jpipe.files import resolved, shown
+from train.assemble.build import param_specs
+from train.checkpoint.export import by_name, by_path, state_name, step_of
+from train.config.config import WarmStartConfig
+from train.console.terminal import count
+from train.launch.together import Together
+
+_SHOWN = 3  # layers that are told by name
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters are nothing else
+_HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array that may still be in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def fits(self, wanted: "Spec") -> bool:
+        """Whether it is of that shape, and of that dtype or one that is converted."""
+        return self.shape == wanted.shape and (self.dtype == wanted.dtype or {self.dtype, wanted.dtype} <= set(_FLOATS.values()))
+
+
+Model = Mapping[str, Mapping[str, Spec]]
+"""By layer id its parameters, each by its name in an export."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Arrays on a disk, by name as in an export.
+
+    Attributes:
+        where: the file or folder, for messages.
+        specs: what there is.
+        read: gives at least those that are named, by layer id.
+        digest: a hash of all that there is.
+    """
+
+    where: str
+    specs: dict[str, Spec]
+    read: Callable[[Mapping[str, Collection[str]]], dict[str, Any]]
+    digest: Callable[[], str]
+
+
+def load(
+    config: WarmStartConfig, pipe: jpipe.Pipeline, batch: Any, together: Together, say: Callable[[str], None]
+) -> dict[str, dict[str, np.ndarray]]:
+    """The parameters of this process's layers, as `Pipeline.init` takes them. All processes call this.
+
+    Args:
+        config: which file (there is one), and whether it has to fit in all.
+        pipe: what begins.
+        batch: of its data.
+        together: the processes.
+        say: is told which layers were taken.
+
+    Raises:
+        InputError: the file cannot be read, does not fit, or is not the same for all processes.
+    """
+    assert config.file is not None
+    path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
+    model = {
+        layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
+        for layer_id, tree in param_specs(pipe.stack, pipe.plan, batch).items()
+    }
+
+    def find() -> tuple[Source, set[str]]:
+        source = _of_run(path, lambda line: say(f"warm start: {line}")) if os.path.isdir(path) else _of_file(path)
+        return source, fitting(source, model, strict=strict)
+
+    def read() -> dict[str, dict[str, np.ndarray]]:
+        names = {layer_id: [name for name in model[layer_id] if name in taken] for layer_id in own_layers(pipe)}
+        arrays = source.read({layer_id: inner for layer_id, inner in names.items() if inner})
+        given: dict[str, dict[str, np.ndarray]] = {}
+        for layer_id, inner in names.items():
+            converted = {name: arrays[name].astype(jnp.dtype(model[layer_id][name].dtype), copy=False) for name in inner}
+            given[layer_id] = {name.removeprefix(f"{layer_id}/"): array for name, array in converted.items()}
+        return given
+
+    source, taken = together.alike(find)
+    together.agree(lambda: {"warm_start.file": source.digest()})
+    say(_told(source, model, taken))
+    return together.alike(read)
+
+
+def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
+    """The names of the parameters that are there as the model has them.
+
+    Args:
+        source: what there is.
+        model: what is wanted.
+        strict: refuse if one of the model's is not there, or another one is.
+
+    Raises:
+        InputError: as `strict` says; or none at all fits.
+    """
+    wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
+    if strict:
+        _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model))
+    taken = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
+    if not taken:
+        if same := next((name for name in wanted if name in source.specs), None):
+            raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
+        there, here = (next(iter(names), "none at all") for names in (source.specs, wanted))
+        raise InputError(f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them")
+    return taken
+
+
+def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, ...]) -> None:
+    """Refuse all differences, but for names that begin with one of `leave`."""
+    for name, spec in wanted.items():
+        found = source.specs.get(name)
+        if found != spec:
+            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {found or 'no such name'}; {_HINT}")
+    for name, spec in source.specs.items():
+        if name not in wanted and not name.startswith(leave):
+            raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
+
+
+def _of_file(path: Path) -> Source:
+    where = f"warm_start.file: '{shown(path)}'"
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Any]:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{where}: expected a safetensors file or the folder of a run, found no regular file; give another one")
+        try:
+            with safe_open(path, "np") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{where}: expected a safetensors file or the folder of a run, found: {error}; give another one") from None
+
+    def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
+        with opened() as file:
+            return {name: file.get_tensor(name) for inner in names.values() for name in inner}
+
+    def digest() -> str:
+        with opened():
+            return describe(path).sha256
+
+    with opened() as file:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        specs = {name: Spec(tuple(part.get_shape()), _FLOATS.get(part.get_dtype(), part.get_dtype())) for name, part in slices.items()}
+    return Source(where, specs, read, digest)
+
+
+def _of_run(folder: Path, tell: Callable[[str], None]) -> Source:
+    step = step_of(folder, None, "warm_start.file", tell)
+    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
+
+    def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
+        return by_name(checkpoint_files.read_layers(folder, step, names))
+
+    return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
+
+
+def _told(source: Source, model: Model, taken: Collection[str]) -> str:
+    """How many layers are taken whole, and why the first others are not."""
+    others = []
+    for layer_id, specs in model.items():
+        if lacking := [name for name in specs if name not in taken]:
+            found = source.specs.get(lacking[0])
+            what = "not there" if found is None else f"{found} there, {specs[lacking[0]]} in the model"
+            others.append(f"{layer_id} ('{lacking[0]}' is {what})")
+    layers = sum(bool(specs) for specs in model.values())
+    words = f"warm start: {layers - len(others)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
+    if others:
+        words += f"; fresh, at least in part: {', '.join(others[:_SHOWN])}"
+        words += f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return words

@@ -1,0 +1,318 @@
+"""What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
+
+import re
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from jpipe import RECOMPUTE, SCHEDULES, nearest
+from train.config import entry_point, optax_names
+
+
+def _usable_path(path: str) -> str:
+    """The path as it is, or an error where no file can have that name."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{path!r} begins with a user's home folder that is not known; write the folder out") from None
+    if "\0" in path:
+        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
+    return path
+
+
+# The upper limits are far beyond what runs; they keep a slip of the keyboard from counting for hours or out of 32 bits.
+MOST_ROWS = 10**9
+Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+MOST_MICROBATCHES = 1024
+_LARGEST_TABLE = 2**28
+MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
+AUTO = "auto"  # in place of a plan's file
+METRICS = ("accuracy",)  # that need no code of the user's own
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Target = Annotated[str, AfterValidator(entry_point.check_form)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunConfig(_Section):
+    """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
+
+    dir: FilePath | None = None
+
+
+class _OwnCode(_Section):
+    """A section in which a function of the user's own, `target` called with `arguments`, can replace what the other keys describe."""
+
+    target: Target | None = None
+    arguments: Arguments = {}
+
+    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+
+    @model_validator(mode="after")
+    def _nothing_is_said_in_vain(self) -> "_OwnCode":
+        if self.arguments and self.target is None:
+            raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
+        if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
+            raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
+        return {key: value for key, value in write(self).items() if key in said}
+
+
+class DataConfig(_OwnCode):
+    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
+
+    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.assemble.own_data`.
+    """
+
+    path: FilePath | None = None
+    validation_fraction: Fraction = 0.05
+
+
+class TrainConfig(_Section):
+    """How long and in what portions: `batch_size` sequences a step; validation at step 0, every `eval_every` steps and at the end.
+
+    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
+    """
+
+    steps: Count = 200
+    batch_size: Count = 32
+    log_every: Count = 1
+    eval_every: Count = 50
+    eval_batches: Count = 4
+    trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
+
+
+def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
+    for name, metric in metrics.items():
+        if not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) or name == "loss":
+            raise ValueError(f"expected a name of letters, digits and _, other than 'loss', found {reprlib.repr(name)}")
+        if ":" in metric:
+            entry_point.check_form(metric)
+        elif metric not in METRICS:
+            raise ValueError(f"'{name}': expected module:function or one of {', '.join(METRICS)}, found {reprlib.repr(metric)}")
+    return metrics
+
+
+class EvalConfig(_Section):
+    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy` or a `module:function`.
+
+    Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
+    """
+
+    metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
+
+
+class CheckpointConfig(_Section):
+    """A checkpoint every `every` steps and at the end; null: none at all. The last `keep` stay, and of the older ones those of a step that
+    `keep_every` divides and one every `keep_hours` hours. On a full disk the run stops, or goes on without (`on_full_disk`).
+    """
+
+    every: Count | None = 10
+    keep: Count = 3
+    keep_every: Count | None = None
+    keep_hours: Annotated[float, Field(gt=0)] | None = None
+    on_full_disk: Literal["stop", "train"] = "stop"
+
+
+class ResumeConfig(_Section):
+    """What a run that resumes takes from its checkpoint: with `optimizer: reset` new optimizer state, as another one needs."""
+
+    optimizer: Literal["keep", "reset"] = "keep"
+
+
+class WarmStartConfig(_Section):
+    """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
+
+    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
+    """
+
+    file: FilePath | None = None
+    mode: Literal["strict", "partial"] = "strict"
+
+
+class ModelConfig(_OwnCode):
+    """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is.
+
+    With a `target` it is the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that of the text.
+    """
+
+    keeps_meaning: ClassVar[frozenset[str]] = _OwnCode.keeps_meaning | {"seq_len"}
+
+    depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    width: Annotated[int, Field(ge=1, le=10**6)] = 128
+    heads: Count = 4
+    seq_len: Count = 128
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.target is None and self.width * self.seq_len > _LARGEST_TABLE:
+            raise ValueError(
+                f"width {self.width} × seq_len {self.seq_len} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
+            )
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
+        return self
+
+
+class LossConfig(_OwnCode):
+    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight)."""
+
+
+class PlanConfig(_Section):
+    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
+
+    The keys are the arguments of `jpipe.Plan.even`. With "auto" as the file the run begins with finding the best plan.
+    """
+
+    schedule: str = "pipedream_2bw"
+    num_stages: Count = 4
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
+    replicas: int | list[int] = 1
+    recompute: str | list[str] = "none"
+    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
+    vertical_sync: bool = False
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    file: FilePath | None = None
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        if name not in SCHEDULES:
+            raise ValueError(f"unknown schedule {name!r}; {nearest(name, SCHEDULES)}")
+        return name
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _counts_of_replicas(cls, value: object) -> object:
+        counts = value if isinstance(value, list) else [value]
+        if not all(type(count) is int and 1 <= count <= MOST_MICROBATCHES for count in counts):
+            expected = f"a number from 1 to {MOST_MICROBATCHES} or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}")
+        return value
+
+    @property
+    def workers(self) -> int:
+        """How many workers the keys ask for, those of a file left aside."""
+        return self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _known_policies(cls, value: object) -> object:
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {reprlib.repr(value)}")
+            if name not in RECOMPUTE:
+                raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
+        return value
+
+
+class OptimizerConfig(_Section):
+    """An optimizer of optax by its name and arguments, or a `module:function` that returns one; see `train.assemble.optimizer`.
+
+    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
+    cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` says which parameters decay,
+    by patterns of their paths (null: matrices, not biases and norms).
+    """
+
+    name: str = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    lr_schedule: str = "constant"
+    lr_arguments: Arguments = {}
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    arguments: Arguments = {}
+    decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
+    clip_global_norm: Annotated[float, Field(gt=0)] | None = None
+    inject_hyperparams: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, name: str) -> str:
+        if ":" in name:
+            return entry_point.check_form(name)
+        known, contributed = optax_names.optimizers(), f"contrib.{name}"
+        if name not in known:
+            hint = f"did you mean '{contributed}'?" if contributed in known else nearest(name, known)
+            raise ValueError(f"unknown optimizer {name!r}; {hint}")
+        return name
+
+    @field_validator("lr_schedule")
+    @classmethod
+    def _known_lr_schedule(cls, name: str) -> str:
+        known = ("constant", "cosine", *optax_names.schedules())
+        if name not in known:
+            raise ValueError(f"unknown learning-rate schedule {name!r}; {nearest(name, known)}")
+        return name
+
+
+class Config(_Section):
+    """A whole run. `train.config.config_file` reads it from YAML and writes it back."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    compile_cache: FilePath | None = AUTO
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, data: object) -> object:
+        """`train:` with nothing below it is read as null."""
+        if not isinstance(data, dict):
+            return data
+        return {key: {} if value is None and key not in ("seed", "compile_cache") else value for key, value in data.items()}
+
+    @model_validator(mode="after")
+    def _microbatches_divide_batch(self) -> "Config":
+        batch_size, microbatches = self.train.batch_size, self.plan.microbatches
+        if self.plan.file is None and batch_size % microbatches:
+            raise ValueError(f"train.batch_size {batch_size} is not divisible by plan.microbatches {microbatches}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _seq_len_is_for_something(self) -> "Config":
+        if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
+            raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
+        return self
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The functions of the user's own that this run calls, by the key that names them."""
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
+        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
+        return {key: target for key, target in named.items() if target} | own | metrics

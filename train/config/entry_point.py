@@ -1,0 +1,152 @@
+"""Code of the user's own, named in a config as `module:function`: imported, called, and its mistakes told in one line.
+
+Nothing here asks whether that is allowed: `train.config.config_file.load` refuses such a config unless a person says otherwise.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jpipe
+from jpipe import InputError, nearest
+from jpipe_command import OUR_PACKAGES
+from train.config.arguments import check_names
+from train.console import interrupt
+
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_NOT_THE_USERS = (
+    "<",  # of no file
+    *(str(Path(module).parent) + os.sep for module in (__file__, jpipe.__file__)),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+def check_form(target: str) -> str:
+    """The target as it is, or a ValueError if it is not written as `module:function`."""
+    if not _FORM.fullmatch(target):
+        raise ValueError(f"expected module:function, such as my_models:conv_net, found {target!r}")
+    return target
+
+
+def load(target: str, key: str) -> Callable[..., Any]:
+    """The function or class `target` of a module in the current folder or an installed package.
+
+    Args:
+        target: `module:function`.
+        key: the key of the config that names it, for messages.
+
+    Raises:
+        InputError: no such module or function, a module that fails when it is imported, something that is no function of a
+            module of the user's (`os:system`, a constant).
+    """
+    module_name, _, name = target.partition(":")
+    package = module_name.split(".")[0]
+    if package in OUR_PACKAGES:  # a train.py of the user's would never be found
+        raise InputError(
+            f"{key}: expected a function of your own, found '{target}', and '{package}' is a package of jpipe's; rename your module"
+        )
+    if package in sys.stdlib_module_names:
+        raise InputError(
+            f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module that is none of Python's"
+        )
+    with told(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # it is there, and imports something that is not
+            raise InputError(
+                f"{key}: there is no module '{error.name}' for '{target}' in the current folder {Path.cwd()} "
+                "or among the installed packages; correct the name, or start jpipe in the folder of the module"
+            ) from None
+    functions = [other for other, value in vars(module).items() if _is_function(value) and not other.startswith("_")]
+    if name not in vars(module):
+        hint = nearest(name, functions) if functions else "it has none"
+        raise InputError(f"{key}: the module '{module_name}' has no function '{name}'; {hint}")
+    if not _is_function(value := vars(module)[name]):
+        raise InputError(
+            f"{key}: expected a function or class written in Python, found '{target}', a {type(value).__name__}; name a function"
+        )
+    return value
+
+
+def call(target: str, key: str, arguments: Mapping[str, Any], filled: Mapping[str, Any] | None = None) -> Any:
+    """What the function `target` returns for `arguments` of the config and those `filled` in here.
+
+    Raises:
+        InputError: as `load`; arguments that do not fit; an exception in the function, with the line of the user's that raised it.
+    """
+    function, filled = load(target, key), filled or {}
+    with placed(f"{key.rpartition('.')[0]}.arguments"):
+        check_names(function, target, arguments, dict.fromkeys(filled, "is given by jpipe"))
+    with told(f"{key}: '{target}' fails"):
+        return function(**filled, **arguments)
+
+
+@contextmanager
+def placed(key: str) -> Iterator[None]:
+    """A ValueError from inside becomes an InputError about `key`."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{key}: {error}") from None
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever the user's code raises inside becomes one line: `what`, the exception, its first line, the user's file and line."""
+    try:
+        yield
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a SystemExit, or an exception of the user's that is no Exception
+        interrupt.check()  # a Ctrl-C may come out as any error
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        place = _place(error)
+        fix = _clash(error) or ("mend it there" if place else "mend it")
+        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place})' if place else ''}; {fix}") from None
+
+
+def _place(error: BaseException) -> str | None:
+    """`file:line` of the last frame in code of the user's, if there is one."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return own[-1] if own else None
+
+
+def _clash(error: BaseException) -> str | None:
+    """What to do where the user's code wants a module of its own, such as train.py, and gets jpipe's package of that name."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, types.ModuleType):
+        name = error.obj.__name__
+    else:
+        name = (isinstance(error, ImportError) and error.name) or ""
+    package = name.partition(".")[0]
+    if package in OUR_PACKAGES and any(os.path.exists(f"{package}{end}") for end in (".py", "/__init__.py")):
+        return f"'{package}' is a package of jpipe's, so rename your own"
+    return None
+
+
+def _is_function(value: Any) -> bool:
+    return inspect.isclass(value) or (callable(value) and inspect.isfunction(inspect.unwrap(value)))
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

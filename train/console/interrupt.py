@@ -1,0 +1,81 @@
+"""Ctrl-C that is never lost: Python drops a KeyboardInterrupt that lands in a callback, so the press is remembered as well."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from train.console import signals
+from train.console.terminal import printable
+
+_pressed = False
+_held = False
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Remember the first Ctrl-C inside, besides raising KeyboardInterrupt; the second one ends the process at once.
+
+    Only where Python's own handler is in place: not in other threads, nor in a background job, which ignores Ctrl-C.
+    """
+    global _pressed
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    _pressed = False
+    report_unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, KeyboardInterrupt) else report_unraisable(lost)
+    signal.signal(signal.SIGINT, _press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report_unraisable
+        _pressed = False
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let what is inside be finished: a Ctrl-C there is raised by the next `check`."""
+    global _held
+    _held = True
+    try:
+        yield
+    finally:
+        _held = False
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C was pressed, whatever became of the one raised then."""
+    if _pressed:
+        raise KeyboardInterrupt
+
+
+def pressed() -> bool:
+    """Whether Ctrl-C was pressed inside `watched`."""
+    return _pressed
+
+
+def is_ours() -> bool:
+    """Whether this is inside `watched`, and Ctrl-C was not pressed yet."""
+    return signal.getsignal(signal.SIGINT) is _press
+
+
+def words(error: BaseException) -> str | None:
+    """What to tell of an error that Ctrl-C came out as, in one line; None if it is another one."""
+    # Where the KeyboardInterrupt met C code, it may come out as any other error.
+    if not isinstance(error, KeyboardInterrupt) and not _pressed:
+        return None
+    told = isinstance(error, KeyboardInterrupt) and str(error)
+    return printable(told or "interrupted before the run began")
+
+
+def _press(number: int, frame: FrameType | None) -> None:
+    global _pressed
+    _pressed = True
+    signal.signal(signal.SIGINT, signals.usual(signal.SIGINT))
+    if not _held:
+        raise KeyboardInterrupt

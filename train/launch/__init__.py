@@ -1,0 +1,1 @@
+"""Several processes: how they start, meet, agree and end."""

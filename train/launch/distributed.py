@@ -1,0 +1,215 @@
+"""One run in several processes: who they are, from flags or the cluster, and JAX's runtime between them."""
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+from typing import NamedTuple
+
+import jax
+
+from jpipe import InputError, Processes, join_processes
+from jpipe.processes import handshake
+from train.launch import jax_runtime, rendezvous
+from train.launch.rendezvous import Address
+
+_FLAGS = ("--coordinator", "--num-processes", "--process-id")
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
+
+_Given = tuple[str | None, int | None, int | None]
+
+_at_the_end = contextlib.ExitStack()  # what `stop` does; of JAX's runtime, too, there is one a process
+_secret: bytes | None = None  # of this run, once it has started
+
+
+class Membership(NamedTuple):
+    """Which of the processes this one is, and where process 0 is.
+
+    Attributes:
+        coordinator: host and port of process 0.
+        num_processes: how many there are.
+        process_id: the number of this one, from 0.
+        devices: those of this host's accelerators that belong to this process; None for all.
+    """
+
+    coordinator: Address
+    num_processes: int
+    process_id: int
+    devices: list[int] | None = None
+
+
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    connect_limit: float = CONNECT_LIMIT,
+    secret_file: str | None = None,
+) -> int:
+    """Join the other processes of this run, before JAX touches a device; nothing happens where there is only this one.
+
+    Without arguments the environment is asked: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters
+    that JAX knows (SLURM, Open MPI, Kubernetes).
+
+    Args:
+        coordinator: `host:port` of process 0.
+        num_processes: how many processes there are; 1 alone asks nobody.
+        process_id: the number of this one, from 0.
+        connect_limit: seconds to wait for the others.
+        secret_file: holds what all processes share, to recognize each other by; without it `JPIPE_SECRET` is asked.
+
+    Returns:
+        How many processes there are.
+
+    Raises:
+        InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come, a secret
+            that is none or that the others do not have.
+    """
+    global _secret
+    me = membership(coordinator, num_processes, process_id, connect_limit)
+    if me is None or me.num_processes == 1:
+        return 1
+    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
+    if me.process_id == 0:
+        if _secret is None and not jax_runtime.is_loopback(me.coordinator.host):
+            _warn(
+                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can come as one of the processes; "
+                f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
+            )
+        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen)
+        if meeting.dropped:
+            _warn(f"{meeting.dropped} while the processes met")
+        # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
+        _at_the_end.callback(jax.distributed.shutdown)
+        _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
+    else:
+        _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret))
+        _at_the_end.callback(jax.distributed.shutdown)
+    jax_runtime.start(me.coordinator, me.num_processes, me.process_id, me.devices, listen, connect_limit)
+    return me.num_processes
+
+
+def _warn(message: str) -> None:
+    print(f"jpipe: {message}", file=sys.stderr, flush=True)
+
+
+def join(limit: float, wait: float) -> Processes | None:
+    """The processes of this run, which all call this, best before JAX starts a device; `stop` parts from them.
+
+    Args:
+        limit: seconds to wait for the others.
+        wait: seconds without progress in any of them after which the run is given up.
+
+    Raises:
+        InputError: process 0 cannot be reached, or the wait is no time.
+        PeerLost: not all have joined in time.
+    """
+    if (processes := join_processes(limit, wait, _secret)) is not None:
+        _at_the_end.callback(processes.close)
+    return processes
+
+
+def stop() -> None:
+    """Leave the other processes, each when it is done, process 0 after all of them; nothing happens where there is only one.
+
+    Say first how the run ended: from here on this process may be ended without a word.
+
+    Where a process is gone, nobody waits for it. Where one hangs, the others wait for it some seconds.
+
+    Raises:
+        PeerLost: another process was lost before all were done.
+    """
+    _at_the_end.close()
+
+
+def leave_at_once(code: int) -> None:
+    """Once Python is done with this process, end it with this exit code, and leave out what is usual then.
+
+    After a loss threads are stuck in collectives that never end: Python 3.11 unwinds them when it ends, through C++ that aborts of it,
+    and JAX would wait for the processes that are lost.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # the last one registered is the first to be called
+
+
+def membership(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
+) -> Membership | None:
+    """What the flags say, or else the environment; None where there is only this process and nobody says more.
+
+    Raises:
+        InputError: as `start`, as far as the arguments and the environment go.
+    """
+    check_limit("--connect-limit", limit)
+    if (coordinator, num_processes, process_id) == (None, 1, None):
+        return None
+    given = (coordinator, num_processes, process_id)
+    if given != (None, None, None):
+        return _checked(given, _FLAGS, None)
+    variables = os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])
+    if None not in variables:
+        return _checked(variables, _VARIABLES, None)
+    found, devices = _detected(variables, limit)
+    return None if found == (None, None, None) else _checked(found, _VARIABLES, devices)
+
+
+def check_limit(flag: str, seconds: float) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        InputError: it is not more than 0, or not finite.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
+
+
+def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -> Membership:
+    coordinator, num_processes, process_id = given
+    if coordinator is None or num_processes is None or process_id is None:
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        raise InputError(
+            f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a process alone none of them"
+        )
+    address = Address.parse(coordinator, names[0])
+    if num_processes < 1:
+        raise InputError(f"{names[1]}: expected 1 or more, found {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise InputError(f"{names[2]}: expected a number from 0 to {num_processes - 1}, for {num_processes} processes, found {process_id}")
+    return Membership(address, num_processes, process_id, devices)
+
+
+def _whole(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise InputError(f"{variable}: expected a whole number, found {text!r}; set the number, or unset the variable")
+    return int(text)
+
+
+def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
+    """What JAX finds out about the cluster for those that are None, and the devices of this process.
+
+    JAX has no public way to ask without connecting, and connecting is what can end the process (`train.launch.rendezvous`).
+    """
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        coordinator, num_processes, process_id, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            *known, local_device_ids=None, cluster_detection_method=None, initialization_timeout=math.ceil(limit)
+        )
+    except Exception as error:  # what a cluster's own tools raise
+        raise InputError(
+            f"JAX takes this for a process of a cluster and cannot read which: {' '.join(str(error).split()) or type(error).__name__}; "
+            f"give {', '.join(_FLAGS)}, or --num-processes 1 for a process alone"
+        ) from None
+    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user knows better; JAX reads it
+        return (coordinator, num_processes, process_id), None
+    return (coordinator, num_processes, process_id), list(devices)

@@ -1,0 +1,225 @@
+"""Where processes meet before JAX connects them, so that whatever is wrong is said in one line by every one of them.
+
+JAX's own runtime waits for all processes too, but when one does not come it ends the process by SIGABRT, with a stack trace of C++ and
+without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others tell it who they are, and prove that
+they belong to the run (`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
+"""
+
+import contextlib
+import errno
+import re
+import socket
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+from jpipe import InputError
+from jpipe.processes import handshake
+from jpipe.processes.handshake import Caller, Door
+
+_PURPOSE = "meeting"  # of these connections, for the handshake
+_PATIENCE = 5.0  # seconds that process 0 may take to answer once its own limit is over
+_RETRY = 0.2
+
+
+class Address(NamedTuple):
+    """Host and port of process 0, written `host:port`, an IPv6 host in brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> "Address":
+        """The address in `text`.
+
+        Raises:
+            InputError: anything else; the message begins with `where`.
+        """
+        match = re.fullmatch(r"(?:\[([\w:.%]+)\]|([\w.-]+)):(\d+)", text, re.ASCII)
+        if not match:
+            raise InputError(f"{where}: expected HOST:PORT of process 0, such as 10.0.0.1:9876, found {text!r}")
+        if not 1 <= (port := int(match[3][:6])) <= 65535:
+            raise InputError(f"{where}: expected a port from 1 to 65535, found {match[3]} in {text!r}")
+        return cls(match[1] or match[2], port)
+
+
+class Meeting(NamedTuple):
+    """What process 0 has when all are there.
+
+    Attributes:
+        links: an open connection to each of the others: it ends when that process does.
+        dropped: the connections of others that were dropped meanwhile, in words; nothing if there were none.
+    """
+
+    links: list[socket.socket]
+    dropped: str
+
+
+def host(address: Address, num_processes: int, limit: float, secret: bytes | None = None, listen: Address | None = None) -> Meeting:
+    """As process 0, wait until all others are there, and let them go on.
+
+    Args:
+        address: where the others look for this process.
+        num_processes: how many there are, this one included.
+        limit: seconds to wait.
+        secret: that all processes share. Without one anybody can come as one of the others.
+        listen: where this process listens; by default at the port of `address`, on every network of this machine.
+
+    Raises:
+        InputError: the port is in use; some did not come, which are named; with a secret also: two have one number; their counts differ.
+    """
+    present: dict[int, Caller] = {}
+    deadline = time.monotonic() + limit
+    with Door(_listen(address, listen), handshake.key(secret), _PURPOSE) as door:
+        try:
+            while len(present) < num_processes - 1:
+                if time.monotonic() > deadline:
+                    absent = _absent(set(range(1, num_processes)) - set(present), address, num_processes, limit)
+                    _refuse(present.values(), "; ".join(filter(None, [absent, door.told()])))
+                for caller in door.poll(_RETRY):
+                    if (problem := _problem(caller, num_processes, present)) is None:
+                        present[caller.index] = caller
+                    elif secret is not None:  # a mistake, and no stranger's
+                        _refuse([*present.values(), caller], problem)
+                    else:
+                        caller.answer(f"no {problem}")
+                        caller.link.close()
+                        door.dropped[f"as process {caller.index} of {caller.count}"] += 1
+                present = {number: caller for number, caller in present.items() if _stays(caller.link)}
+        except BaseException:
+            for caller in present.values():
+                caller.link.close()
+            raise
+    for caller in present.values():
+        caller.link.setblocking(True)
+        caller.answer("go")
+    return Meeting([caller.link for caller in present.values()], door.told())
+
+
+def join(address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None) -> socket.socket:
+    """As any other process, find process 0 and wait until it says that all are there.
+
+    Args:
+        address: where process 0 listens; until it does, this tries again and again.
+        process_id: the number of this process, from 1.
+        num_processes: how many there are.
+        limit: seconds to try.
+        secret: that all processes share.
+
+    Returns:
+        An open connection to process 0: it ends when process 0 does.
+
+    Raises:
+        InputError: nobody listens there, or somebody else, or it has another secret, or nothing is answered; what `host` raises in
+            process 0.
+    """
+    deadline = time.monotonic() + limit
+    reason = "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            link = socket.create_connection((address.host, address.port), timeout=min(left, _PATIENCE))
+        except OSError as error:
+            reason = (error.strerror or str(error) or type(error).__name__).lower()
+            time.sleep(_RETRY)
+            continue
+        answer = _ask(link, address, process_id, num_processes, limit, secret)
+        if answer == "go":
+            link.settimeout(None)
+            return link
+        link.close()
+        if answer is not None:
+            raise InputError(answer.removeprefix("no "))
+        reason = "it closed the connection"
+        time.sleep(_RETRY)
+    raise InputError(
+        f"process {process_id} cannot reach the coordinator, process 0, at {address} within {limit:g} s ({reason}); check that process 0 "
+        "was started there, that the address is right and that no firewall is between; --connect-limit waits longer"
+    )
+
+
+def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
+    """Wait until the processes at the other ends closed their connections, at most `limit` seconds, and close ours."""
+    deadline = time.monotonic() + limit
+    for link in links:
+        with link, contextlib.suppress(OSError):
+            link.settimeout(max(deadline - time.monotonic(), 0.001))
+            link.recv(64)
+
+
+def _listen(address: Address, listen: Address | None) -> socket.socket:
+    """At one address, or on all networks, as JAX's coordinator does, IPv4 and IPv6 where there is both."""
+    host, port = listen or ("::", address.port)
+    try:
+        if host == "::" and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        if host == "::":
+            return socket.create_server(("", port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).lower()
+        raise InputError(
+            f"process 0 cannot listen at port {port} of {address}: {reason}; choose another port, the same for all processes"
+        ) from None
+
+
+def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> str | None:
+    """Why it cannot be counted in."""
+    if caller.count != num_processes:
+        return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {num_processes}; give all the same"
+    if caller.index in present or not 0 < caller.index < num_processes:
+        return f"--process-id: two processes were started with {caller.index}; give each its own, from 0 to {num_processes - 1}"
+    return None
+
+
+def _stays(link: socket.socket) -> bool:
+    """Whether it waits for the answer; who is gone may be started again."""
+    try:
+        link.recv(1)  # the end, or what no process of a run says here
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    link.close()
+    return False
+
+
+def _absent(missing: set[int], address: Address, num_processes: int, limit: float) -> str:
+    named = f"{', '.join(map(str, sorted(missing)[:8]))}{', …' if len(missing) > 8 else ''}"
+    one = len(missing) == 1
+    return (
+        f"process{'' if one else 'es'} {named} of {num_processes} did not come to {address} within {limit:g} s; check that "
+        f"{'it was' if one else 'they were'} started, with the same coordinator, and can reach it; --connect-limit waits longer"
+    )
+
+
+def _refuse(everybody: Iterable[Caller], reason: str) -> NoReturn:
+    for caller in everybody:
+        caller.answer(f"no {reason}")
+        caller.link.close()
+    raise InputError(reason)
+
+
+def _ask(link: socket.socket, address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None) -> str | None:
+    """What process 0 answers; None if it goes."""
+    try:
+        return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _PATIENCE)
+    except TimeoutError:
+        problem = (
+            f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 is there, it still waits "
+            "for others: give all the same --connect-limit; if another program uses that port, choose another one"
+        )
+    except handshake.UnknownHere:
+        problem = (
+            f"process {process_id} and process 0 at {address} have different secrets; give all processes of the run the same "
+            f"{handshake.VARIABLE} or --secret-file, or none of them any"
+        )
+    except handshake.NotOfThisRun:
+        problem = f"{address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
+    except BaseException:
+        link.close()
+        raise
+    link.close()
+    raise InputError(problem)

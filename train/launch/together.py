@@ -1,0 +1,228 @@
+"""The processes of one run start alike and end together, and process 0 speaks for all of them."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+import jax
+
+import jpipe
+import planner
+from train.assemble.build import start_devices
+from train.config import config_file
+from train.config.config import Config
+from train.launch import distributed
+from train.launch.numeric_settings import numeric_settings
+
+T = TypeVar("T")
+
+# Seconds from the last words to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
+# 6 s; and when process 0 ends, JAX aborts the others.
+_LEAVE = 5.5, 4.0
+_LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
+_joined: jpipe.Processes | None = None  # one run a process, as of JAX's runtime
+
+
+class ToldElsewhere(Exception):
+    """This process ends for a reason that another one tells.
+
+    Args:
+        index: of this process.
+        teller: who tells it.
+        reason: the mistake, or what came of it.
+
+    Attributes:
+        code: the exit code of a process that ends for this reason.
+    """
+
+    def __init__(self, index: int, teller: str, reason: Exception) -> None:
+        super().__init__(f"process {index} ends; {teller} says why")
+        self.code = 2 if isinstance(reason, jpipe.InputError) else 1
+
+
+class Together:
+    """All processes of this run, as the application sees them.
+
+    Attributes:
+        processes: those of the library; None where this one is alone.
+        index: of this process, 0 where it is alone.
+        is_first: whether this is process 0, which writes and speaks.
+        all_know: whether all processes end for a reason that all know.
+    """
+
+    def __init__(self, processes: jpipe.Processes | None) -> None:
+        self.processes = processes
+        self.index = 0 if processes is None else processes.index
+        self.is_first = self.index == 0
+        self.all_know = False
+
+    def agree(self, facts: Callable[[], dict[str, str]]) -> None:
+        """Go on only if these facts are the same in all processes.
+
+        Raises:
+            jpipe.InputError: they are not; as `shared`.
+        """
+        if self.processes is not None:
+            try:
+                self.processes.agree(facts())
+            except jpipe.InputError as error:
+                raise self.shared(error) from None
+
+    def alike(self, work: Callable[[], T]) -> T:
+        """What `work` gives, if it succeeds in all processes.
+
+        Raises:
+            jpipe.InputError: it does not. Told by process 0 if all have the same, otherwise by those that have it.
+        """
+        try:
+            done, problem = work(), None
+        except jpipe.InputError as error:
+            done, problem = None, error
+        if self.processes is not None:
+            try:
+                self.processes.agree({"outcome": "" if problem is None else str(problem)})
+            except jpipe.InputError as difference:
+                self.all_know = True
+                raise problem or ToldElsewhere(self.processes.index, "another process", difference) from None
+        if problem is not None:
+            raise self.shared(problem)
+        return cast(T, done)
+
+    def from_first(self, what: str, work: Callable[[], str]) -> str:
+        """The text that `work` gives in process 0, in all processes; the others wait for it.
+
+        Args:
+            what: it is, in words; once in a run.
+            work: called in process 0 only, for ten minutes at most.
+
+        Raises:
+            jpipe.InputError: of `work`, told by process 0.
+        """
+        text = self.alike(lambda: self._alone(what, work) if self.is_first else "")
+        if self.processes is None:
+            return text
+        if self.is_first:
+            self.processes.tell(what, list(map(float, text.encode())))
+        return bytes(map(int, self.processes.told(what, 0))).decode()
+
+    def working(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """For long work inside, in words: others may wait for it, for ten minutes at most."""
+        return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
+
+    def _alone(self, what: str, work: Callable[[], str]) -> str:
+        with self.working(what):
+            return work()
+
+    def start_devices(self, limit: float) -> None:
+        """Start the devices of all processes, if there are several, and go on only if they are alike.
+
+        JAX waits for those of all processes, so this is no work for `alike`: whoever fails tells the others that wait.
+
+        Args:
+            limit: seconds to wait for the others; of a minute, which large machines may take to start their own, nothing is taken off.
+
+        Raises:
+            jpipe.InputError: this process has no devices, or they differ; as `shared`.
+            jpipe.PeerLost: another one has none.
+        """
+        if self.processes is not None:  # a process alone refuses more before it starts them
+            with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
+                start_devices()
+            self.agree(devices)
+
+    def shared(self, reason: Exception) -> Exception:
+        """What to raise for a reason that all processes have: only process 0 tells it."""
+        self.all_know = True
+        return reason if self.processes is None or self.is_first else ToldElsewhere(self.processes.index, "process 0", reason)
+
+
+@contextlib.contextmanager
+def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
+    """Join the processes of this run for as long as it goes on; what ends this one ends all.
+
+    Args:
+        num_processes: how many there are; with one nobody is asked.
+        limit: seconds to wait for the others.
+        wait: seconds without progress in any of them after which the run is given up.
+
+    Raises:
+        jpipe.InputError: process 0 cannot be reached.
+        jpipe.PeerLost: another one did not come, died, hung or stopped.
+    """
+    global _joined
+    _joined = distributed.join(limit, wait) if num_processes > 1 else None
+    together = Together(_joined)
+    try:
+        yield together
+    except BaseException as error:
+        if together.processes is not None and not together.all_know and not isinstance(error, jpipe.PeerLost):
+            together.processes.stop(_why(error, together.is_first))
+        raise
+
+
+def leave_in_time(code: int) -> None:
+    """End this process with this exit code a little later, if it does not end by itself: JAX may wait long for others.
+
+    Say first how the run ended. Later than that, the library ends the process after a loss, with exit code 1 for whatever reason.
+    """
+    if _joined is not None:
+        timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+
+
+def _why(error: BaseException, is_first: bool) -> str:
+    """What the others are told: the words of process 0 can be read where theirs can."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if is_first:
+        return "it says why"
+    return str(error) if isinstance(error, (jpipe.InputError, RuntimeError)) else type(error).__name__
+
+
+def facts(config: Config) -> dict[str, str]:
+    """What has to be the same in all processes before JAX starts a device, for which it needs them all."""
+    return {
+        "config": config_file.to_yaml(config),
+        "code of jpipe": f"{jpipe.__version__} {_code()}",
+        **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        **{f"code of {module}": _own_code(module) for module in sorted({target.partition(":")[0] for target in config.code.values()})},
+        **numeric_settings(),
+        "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
+    }
+
+
+def devices() -> dict[str, str]:
+    """What has to be the same in all processes once their devices run."""
+    device = jax.local_devices()[0]
+    return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
+
+
+def _own_code(module: str) -> str:
+    """A digest of the source of a module of the user's, which is not imported for that; of none if there is no such file."""
+    folders: Sequence[str] = [str(Path.cwd()), *sys.path]
+    parts, source = module.split("."), b""
+    for end in range(1, len(parts) + 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (found and found.submodule_search_locations) or ()
+        with contextlib.suppress(OSError):  # whoever imports it says what is wrong
+            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of the source of jpipe, of its planner and of this application."""
+    digest = hashlib.sha256()
+    for package in (Path(jpipe.__file__).parent, Path(planner.__file__).parent, Path(__file__).parent):
+        for file in sorted(package.rglob("*.py")):
+            digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""`jpipe plan`, `jpipe simulate` and `--plan auto`."""

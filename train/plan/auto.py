@@ -1,0 +1,60 @@
+"""`jpipe train --plan auto`: the plan is found when the run starts, by process 0, for the devices that there are."""
+
+import os
+
+import jax
+
+import jpipe
+from planner.machine.local import local_topology
+from planner.profile.profile import Profile
+from planner.ranking import table
+from planner.ranking.choose import Ranked
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.console.terminal import count
+from train.launch.together import Together
+from train.plan.planning import Parts, Request, profile_of, prove, search
+
+
+def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.Plan:
+    """Profile on this device, measure the links, search and compile; the same plan in all processes, which all call this.
+
+    Args:
+        config: of the run; its batch size is that of the plan.
+        reporter: is told what was found.
+        together: the processes.
+
+    Raises:
+        jpipe.InputError: no plan fits.
+    """
+    parts = together.alike(lambda: Parts.of(config, reporter))
+    batch = config.train.batch_size
+
+    def measured() -> Profile | None:
+        # At the same time on all cores, for those that are busy slow each other down, as they will in training; and not more on one.
+        if together.index >= (os.cpu_count() or 1):
+            return None
+        with together.working("the profile of the layers"):
+            return profile_of(parts, None, batch, jax.device_count(), reporter)
+
+    own = together.alike(measured)
+    profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if own is None else own.to_json()))
+    topology = local_topology(dispatch=profile.dispatch)
+
+    request = Request(all_workers=together.processes is not None)
+
+    def best() -> str:
+        found = search(profile, topology, batch, request, parts.clip is not None, reporter)
+        found, proof = prove(found, parts, lambda ranked, _: _tell_misfit(reporter, ranked))
+        candidate = proof.ranked.candidate
+        reporter.say(
+            f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
+            f"expected {table.rate(proof.ranked.samples_per_second)} samples/s; the best of {found.choice.considered:,} candidates"
+        )
+        return found.choice.plan(proof.ranked).to_json()
+
+    return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
+
+
+def _tell_misfit(reporter: Reporter, ranked: Ranked) -> None:
+    reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}")

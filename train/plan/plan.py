@@ -1,0 +1,215 @@
+"""What `jpipe plan` prints, writes and draws."""
+
+import shlex
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+from rich.console import Console
+
+import jpipe
+from jpipe import InputError
+from jpipe.files import expanded, write_atomically
+from planner.machine.local import local_topology
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.ranking import table
+from planner.ranking.choose import Choice, Ranked
+from planner.ranking.compiled import Compiled
+from planner.ranking.draw import draw_choice
+from train.config import config_file
+from train.config.config import AUTO, MOST_ROWS
+from train.console.progress import Reporter
+from train.console.terminal import count
+from train.plan.planning import LOCAL, Found, Parts, Request, nothing_fits, prepare, profile_of, prove, read_profile, read_topology, search
+
+SHOWN = 10  # rows of the table
+EXPLAINED = 20  # of those that do not fit
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where to read and write; None: not at all.
+
+    Attributes:
+        config: a run's config; or
+        profile: a profile that is there, in its place, or beside it to save the time.
+        out: the plan.
+        profile_out: the profile that was made.
+        png: the picture.
+    """
+
+    config: str | None = None
+    profile: str | None = None
+    out: str | None = None
+    profile_out: str | None = None
+    png: str | None = None
+
+
+def main(
+    files: Files,
+    request: Request,
+    overrides: tuple[str, ...] = (),
+    *,
+    rows: int | None = None,
+    explain: bool = False,
+    allow_code: bool = False,
+) -> None:
+    """Find the best plan, say what was found, and write it.
+
+    Args:
+        files: where to read and write.
+        request: what is to be planned for.
+        overrides: `key=value` for the config.
+        rows: of a microbatch of a `graph.txt`; None: 1.
+        explain: tell the plans that do not fit.
+        allow_code: import and run the functions that a config names.
+
+    Raises:
+        InputError: something does not fit; nothing was written.
+    """
+    console = Console(highlight=False)
+    reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
+    _check(files, request, rows)
+    parts, workers = None, prepare(request)
+    if files.config is not None:
+        config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
+        parts = Parts.of(config, reporter)
+    own_batch = config.train.batch_size if files.config is not None else None
+    batch = request.batch or own_batch
+    if batch is None:
+        raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
+    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
+    with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
+        found = search(profile, topology, batch, request, parts is not None and parts.clip is not None, reporter)
+    proof = None
+    if parts is not None:
+        with reporter.phase("compiling the stages of the best plan"):
+            found, proof = prove(found, parts, partial(_tell_misfit, reporter))
+    elif not found.choice.ranked:
+        raise nothing_fits(found.choice)
+    _tell(reporter, found.choice, proof, batch)
+    if explain:
+        for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
+            reporter.say(line)
+    _write(reporter, files, found)
+    if files.out is not None and files.config is not None:
+        planned = found.choice.ranked[0].candidate.batch
+        changes = [*overrides, *([] if planned == own_batch else [f"train.batch_size={planned}"])]
+        command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
+        reporter.say(f"train with it: {shlex.join(command)}")
+
+
+def _check(files: Files, request: Request, rows: int | None) -> None:
+    if files.config is None and files.profile is None:
+        raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
+    if request.workers is not None and request.topology != LOCAL:
+        raise InputError(f"--workers: '{request.topology}' says how many there are; leave it out, or change the file")
+    if request.pipedream is not None and request.schedules and "pipedream" not in request.schedules:
+        raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
+    if files.config is None and request.topology == LOCAL:
+        raise InputError(
+            "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
+        )
+    for option, value in (("--batch", request.batch), ("--workers", request.workers), ("--rows", rows)):
+        if value is not None and value < 1:
+            raise InputError(f"{option}: expected 1 or more, found {value}")
+        if value is not None and value > MOST_ROWS:
+            raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
+    if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
+        raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+    for name in request.schedules:
+        if name not in jpipe.SCHEDULES:
+            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.nearest(name, jpipe.SCHEDULES)}")
+    for option, path, ending in (
+        ("--out", files.out, ".json"),
+        ("--profile-out", files.profile_out, ".json"),
+        ("--png", files.png, ".png"),
+    ):
+        if path is not None and Path(path).suffix.lower() != ending:
+            raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
+        if path is not None and not expanded(path, option).absolute().parent.is_dir():
+            raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
+
+
+def _profile_and_topology(
+    files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int | None, reporter: Reporter
+) -> tuple[Profile, Topology]:
+    known = read_topology(request.topology) if request.topology != LOCAL else None
+    if files.profile is not None:
+        profile = read_profile(files.profile, rows or 1)
+        if rows is None and Path(files.profile).suffix == ".txt":
+            reporter.say("microbatches of 1 row: say how many with --rows")
+        if parts is not None:
+            profile.check_layers(parts.stack.ids)
+    else:
+        assert parts is not None
+        profile = profile_of(parts, known, batch, known.num_workers if known else workers or 1, reporter)
+    if known is None:
+        with reporter.phase("measuring the links of this machine"):
+            known = local_topology(workers, dispatch=profile.dispatch)
+        reporter.say(table.links(known))
+    return profile, known
+
+
+def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
+    reporter.say(f"{table.name(ranked.candidate)}: its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one")
+
+
+def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int) -> None:
+    profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
+    limit = topology.device.memory
+    reporter.say(
+        f"{topology.name or 'topology'}: {topology.num_workers} × {topology.device.name}"
+        + (f" with {table.size(limit)}" if limit else "")
+        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
+    )
+    reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
+    reporter.say(
+        "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
+        + table.how_known(choice, SHOWN)
+        + "; memory of the fullest worker, "
+        + ("estimated" if proof is None else "compiled in the first row, estimated in the others")
+    )
+    if choice.open:
+        reporter.say(
+            f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
+            "fewer --schedules or a smaller --batch leave less to simulate"
+        )
+    if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
+        reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
+    candidate = chosen.candidate
+    if candidate.workers < topology.num_workers:
+        reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
+    reporter.say(f"chosen: {table.name(candidate)}")
+    plan = choice.plan(chosen)
+    for s, stage in enumerate(plan.stages):
+        layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+        estimate = "" if proof is None else f", estimated {table.size(proof.estimated[s])} ({proof.errors[s]:+.1%})"
+        replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(chosen.memory[s])}{estimate}")
+    if proof is None:
+        reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
+    if candidate.batch != batch:
+        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _write(reporter: Reporter, files: Files, found: Found) -> None:
+    choice, chosen = found.choice, found.choice.ranked[0]
+    written: list[tuple[str, str, str | bytes]] = []
+    if files.png is not None:
+        image = BytesIO()
+        draw_choice(choice, found.candidates, chosen, found.known).savefig(image, format="png")
+        written.append(("--png", files.png, image.getvalue()))
+    if files.profile_out is not None:
+        written.append(("--profile-out", files.profile_out, choice.profile.to_json()))
+    if files.out is not None:
+        written.append(("--out", files.out, choice.plan(chosen).to_json()))
+    for option, path, content in written:
+        try:
+            write_atomically(expanded(path, option), content)
+        except OSError as error:
+            raise InputError(f"{option}: cannot write '{path}': {error.strerror}; choose another file") from None
+    if written:
+        reporter.say("written: " + ", ".join(path for _, path, _ in written))

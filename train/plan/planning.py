@@ -1,0 +1,281 @@
+"""What `jpipe plan` and `jpipe train --plan auto` do: profile, search, simulate, compile, and say what was found."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import InputError, files
+from jpipe.files import expanded
+from planner.machine.local import usable_cores
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.profile.graph_txt import read_graph_txt
+from planner.profile.measure import measure
+from planner.profile.profile import Profile
+from planner.ranking import table
+from planner.ranking.choose import Choice, Ranked, choose, smaller_than
+from planner.ranking.compiled import Compiled, compiled
+from planner.search.candidate import Candidate
+from planner.search.candidates import Updates, find_candidates
+from train.assemble import data, model
+from train.assemble.build import force_cpu_devices, start_devices
+from train.assemble.optimizer import optimizer
+from train.config.config import MOST_MICROBATCHES, Config
+from train.console.progress import Reporter
+from train.console.terminal import count
+
+MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
+SECONDS = 8.0  # to measure in, compilation apart
+LOCAL = "local"
+MANY_WORKERS = 4096  # for which a search is announced as a long one
+_NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned for.
+
+    Attributes:
+        topology: a YAML file, or "local": the devices of this machine, their links measured.
+        batch: rows between two updates; None: the config's batch size.
+        up_to: whether fewer rows than `batch` will do.
+        schedules: those to try; none: all.
+        workers: of "local"; None: one on each device, on CPUs one on each core.
+        pipedream: how PipeDream's stages are found, see `planner.search.candidates.find_candidates`; None: "batch".
+        all_workers: whether none may stay idle, as where each is a process of its own.
+    """
+
+    topology: str = LOCAL
+    batch: int | None = None
+    up_to: bool = False
+    schedules: tuple[str, ...] = ()
+    workers: int | None = None
+    pipedream: Updates | None = None
+    all_workers: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        choice: the ranking.
+        candidates: all that were considered, as estimated.
+        known: what simulating or compiling said of some of them.
+    """
+
+    choice: Choice
+    candidates: tuple[Candidate, ...]
+    known: dict[Candidate, Ranked]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a pipeline that a config names, without the plan."""
+
+    stack: jpipe.LayerStack
+    loss: Any
+    rule: optax.GradientTransformation
+    batch: Any
+    clip: float | None
+
+    @classmethod
+    def of(cls, config: Config, reporter: Reporter) -> "Parts":
+        """Read from a config; the data is looked at for its shapes."""
+        stack, loss = model.layers(config.model), model.loss(config.loss)
+        with reporter.phase("reading the data"):
+            batch = jax.tree.map(_spec, data.load(config).train[0])
+        params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
+        return cls(stack, loss, optimizer(config.optimizer, config.train.steps, params), batch, config.optimizer.clip_global_norm)
+
+    def rows(self, count: int) -> Any:
+        """What a batch of so many rows looks like."""
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct((count, *spec.shape[1:]), spec.dtype), self.batch)
+
+    def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
+        """With a plan."""
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip)
+
+
+def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
+    """Microbatch sizes to profile: divisors of the batch, each about twice the one before.
+
+    The largest is about twice the share that each worker has of the batch: with larger ones pipelines are mostly empty.
+    """
+    small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
+    divisors = sorted({*small, *(batch // rows for rows in small)})
+    kept = [max(rows for rows in divisors if rows == 1 or rows * workers <= 2 * batch)]
+    for rows in reversed(divisors):
+        if rows <= kept[-1] / 1.5:
+            kept.append(rows)
+    return tuple(sorted(kept[:most]))
+
+
+def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int, reporter: Reporter) -> Profile:
+    """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with.
+
+    Args:
+        parts: the model.
+        topology: None: the devices of this run.
+        batch: rows between two updates.
+        workers: how many there are.
+        reporter: is told how it goes.
+    """
+    model_parts = parts.stack, parts.rows, parts.loss, parts.rule
+    if topology is None or not topology.device.flops:
+        sizes = sizes_for(batch, workers, MEASURED_SIZES)
+        with reporter.counting("profiling the layers on this device") as progress:
+            return measure(*model_parts, sizes, seconds=SECONDS, progress=progress)
+    sizes = sizes_for(batch, workers, PAPER_SIZES)
+    with reporter.counting(f"profiling the layers for {topology.device.name}, on paper") as progress:
+        return analyze(*model_parts, sizes, topology.device, progress=progress)
+
+
+def read_topology(file: str) -> Topology:
+    """The topology of a YAML file.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), where=file)
+
+
+def read_profile(file: str, rows: int) -> Profile:
+    """A profile of jpipe's as JSON, or PipeDream's as `graph.txt` (named *.txt), whose microbatches have so many rows.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    text = read_text(file, "--profile", _MOST_PROFILE)
+    return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
+
+
+def read_text(file: str, option: str, most: int) -> str:
+    """The text of a file, of at most so many bytes, that an option names."""
+    other = f"{option}: expected text in UTF-8 in '{file}', found other bytes"
+    return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
+
+
+_MOST_TOPOLOGY = 2**20
+_MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
+
+
+def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool, reporter: Reporter) -> Found:
+    """Find and rank all plans that a run may have.
+
+    Args:
+        profile: the model's costs.
+        topology: where it is to run.
+        batch: rows between two updates.
+        request: what else is asked for.
+        clips: whether gradients are clipped by their norm, which only schedules that flush can.
+        reporter: is told what was left out.
+
+    Raises:
+        InputError: no plan has such a batch, or clips with the schedules that are asked for.
+    """
+    allowed = request.schedules or tuple(jpipe.SCHEDULES)
+    schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
+    if not schedules:
+        raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
+    if len(schedules) < len(allowed):
+        never = ", ".join(name for name in allowed if name not in schedules)
+        reporter.say(f"left out, for they never flush and optimizer.clip_global_norm needs that: {never}")
+    if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
+        reporter.say(
+            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
+            "--schedules without pipedream leaves that out"
+        )
+    exact = not request.up_to
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
+    used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
+    candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
+    if not candidates:
+        asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.SCHEDULES) else ""
+        limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
+        raise InputError(
+            f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "
+            f"{count(topology.num_workers, 'worker')}; allow other {'schedules, ' if asked else ''}batches or numbers of workers"
+        )
+    if len(candidates) < len(used):
+        many = count(len(used) - len(candidates), "candidate")
+        reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
+    known: dict[Candidate, Ranked] = {}
+    return Found(choose(profile, topology, candidates, clips=clips, tried=known), tuple(candidates), known)
+
+
+def nothing_fits(choice: Choice) -> InputError:
+    """What is said where no plan fits."""
+    return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
+
+
+def prove(found: Found, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Found, Compiled]:
+    """Compile the fastest plans until one fits, and put it first, with what XLA says of it.
+
+    Near misses are compiled as well, for estimates are mostly too high where forward and backward are one program. A plan whose compiled
+    stages do not fit gives way to the next of its kind that is smaller, and to those of other kinds.
+
+    Args:
+        found: what was found by estimates.
+        parts: the model.
+        tell: is told each plan that does not fit.
+
+    Raises:
+        InputError: there is none; says what the last one lacks.
+    """
+    choice, known, lacking = found.choice, dict(found.known), None
+    limit = choice.topology.device.memory
+    most = None if limit is None else (1 + _NEAR) * limit
+    roomy = choice.topology.model_copy(update={"device": choice.topology.device.model_copy(update={"memory": most})})
+    own = {_hoped(candidate, _NEAR * (limit or 0)): candidate for candidate in found.candidates}  # the candidate that each of them was
+    left = list(own)
+    while hopeful := choose(choice.profile, roomy, left, clips=choice.clips, tried=known).ranked:
+        candidate = hopeful[0].candidate
+        pipe = parts.pipeline(choice.plan(hopeful[0]))
+        proof = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
+        known[own[candidate]] = proof.ranked
+        if proof.fits:
+            rest = [own[other] for other in left if other.kind != candidate.kind]
+            others = choose(choice.profile, choice.topology, rest, clips=choice.clips, tried=known)
+            first = dataclasses.replace(others, ranked=(proof.ranked, *others.ranked), considered=choice.considered)
+            return Found(first, found.candidates, known), proof
+        tell(hopeful[0], proof)
+        lacking = proof.lacking or 0.0
+        smaller = set(smaller_than(candidate, left))
+        left = [other for other in left if other.kind != candidate.kind or other in smaller]
+    if lacking is None:
+        raise nothing_fits(choice)
+    raise InputError(
+        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {table.size(lacking)} on a worker; "
+        "use more workers, a smaller batch or devices with more memory"
+    )
+
+
+def _hoped(candidate: Candidate, lacking: float) -> Candidate:
+    """The candidate as one that fits, if it lacks no more than that."""
+    near = candidate.over is not None and candidate.over[1] <= lacking
+    return dataclasses.replace(candidate, over=None) if near else candidate
+
+
+def prepare(request: Request) -> int | None:
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many workers that are, None: a file says."""
+    if request.topology != LOCAL:
+        return None
+    force_cpu_devices(request.workers or usable_cores())
+    start_devices()
+    found = jax.device_count()
+    if request.workers is not None and request.workers > found:
+        raise InputError(f"--workers: expected at most the {found} devices there are, found {request.workers}; name a file as --topology")
+    return request.workers or found
+
+
+def _spec(rows: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(np.dtype(rows.dtype)))

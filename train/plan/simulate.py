@@ -1,0 +1,181 @@
+"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, on paper."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+
+import jpipe
+from jpipe import files
+from jpipe.files import expanded, write_atomically
+from train.assemble import data
+from train.assemble.build import build
+from train.config import config_file
+from train.config.config import MOST_PLAN_BYTES, Config
+from train.console.progress import Reporter
+from train.console.terminal import count
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+MOST_FORWARDS = 500_000  # about half a minute
+MOST_TICKS = 50_000_000  # about a gigabyte
+
+
+def main(
+    source: str, overrides: Sequence[str] = (), batches: int | None = None, png: str | None = None, *, allow_code: bool = False
+) -> str:
+    """Simulate the plan or config in the file `source`; the pictures are written before anything is said.
+
+    Args:
+        source: a plan's JSON or a config's YAML; the content decides.
+        overrides: `key=value` for a config.
+        batches: how many to show, from an empty to an empty pipeline; by default three, or what it takes to come into the stride.
+        png: where to write the timeline, if anywhere; a config's memory goes next to it, with `-memory` in its name.
+        allow_code: import and run the functions that a config names.
+
+    Returns:
+        What to print: the grid, a line a worker, the bubble, the pictures.
+
+    Raises:
+        jpipe.InputError: a file or value that does not fit; nothing was written.
+    """
+    if batches is not None and batches < 1:
+        raise jpipe.InputError(f"--batches: expected 1 or more, found {batches}")
+    if png is not None and Path(png).suffix.lower() != ".png":
+        raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
+    plan, costs = read(source, overrides, allow_code)
+    warm_up = jpipe.batches_until_full(plan)
+    shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
+    check_effort(plan, max(shown, stride + 3))
+    prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
+    long = jpipe.simulate(jpipe.lower(plan, stride + 3), costs)
+    steady = jpipe.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
+    pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
+    recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
+    workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
+    sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
+    return "\n".join(
+        [
+            f"{plan.schedule}: {', '.join(sizes)}",
+            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{recomputing}",
+            "",
+            cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
+            "",
+            *align(table(plan, long, stride + 3, sized=costs is not None)),
+            "",
+            f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
+            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else []),
+            *pictures,
+        ]
+    )
+
+
+def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...] | None]:
+    """The plan of a file, and what its stages cost if the file is a config."""
+    path = expanded(source, "simulate")
+    if not looks_like_a_plan(path):
+        return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code))
+    if overrides:
+        raise jpipe.InputError(f"--set {overrides[0]}: expected a config, found the plan '{source}'; edit the plan, or give a config")
+    return jpipe.Plan.from_json(read_text(path), where=source), None
+
+
+def looks_like_a_plan(path: Path) -> bool:
+    """A `.json` file, or an object with the key `format`, which no config has."""
+    if path.suffix == ".json" or not path.is_file():  # what is no file may be there to be read only once
+        return path.suffix == ".json"
+    text = read_text(path).lstrip()
+    return text.startswith("{") and '"format"' in text
+
+
+def read_text(path: Path) -> str:
+    """The file's text."""
+    other = f"{path}: expected text in UTF-8, found other bytes; is this a plan or a config?"
+    return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
+
+
+def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...]]:
+    """The plan of a config, and what its stages hold and move: exact, from shapes alone."""
+    silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
+    pipe, batches = build(config, silent)
+    return pipe.plan, pipe.costs(batches.train[0])
+
+
+def check_effort(plan: jpipe.Plan, batches: int) -> None:
+    """Refuse what would take minutes."""
+    forwards = plan.depth * plan.microbatches * batches
+    if forwards > MOST_FORWARDS:
+        raise jpipe.InputError(
+            f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
+            f"{batches} batches; use fewer of one"
+        )
+    at_once = plan.depth * plan.microbatches if plan.schedule == "naive" else plan.depth + plan.microbatches
+    ticks = 4 * batches * at_once * len(plan.workers)  # more than there will be
+    if ticks > MOST_TICKS:
+        raise jpipe.InputError(
+            f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all workers, found up to {ticks:,}, for {len(plan.workers)} "
+            f"workers, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; use fewer of one"
+        )
+
+
+def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
+    """What can be said of each worker; sizes only where they are known."""
+    replicated = len(plan.workers) > plan.depth
+    head = ["worker", *(["stage·replica"] if replicated else []), "layers", "recompute", "in flight", "versions"]
+    rows = [[*head, "sends a batch", "peak memory"] if sized else head]
+    for w, (s, replica) in enumerate(plan.workers):
+        stage = plan.stages[s]
+        named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
+        in_flight = jpipe.SCHEDULES[plan.schedule].in_flight(plan, s)
+        row = [str(w), *([f"{s}·{replica}"] if replicated else []), " ".join(named), stage.recompute]
+        row += [str(in_flight), str(prediction.versions_alive[w])]
+        sizes = [decimal(prediction.moved_bytes[w] // batches), decimal(prediction.peak_bytes[w])]
+        rows.append(row + sizes if sized else row)
+    return rows
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with straight columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def cut_grid(grid: str, width: int) -> str:
+    """The ticks that fit a terminal of `width` columns, and how many they are where that is not all."""
+    lines = grid.splitlines()
+    ends = [match.end() for match in re.finditer(r"\d+", lines[0])]
+    fitting = [end for end in ends if end <= width]
+    if len(fitting) == len(ends):
+        return grid
+    kept = fitting or ends[:1]
+    return "\n".join([*(line[: kept[-1]] for line in lines), f"… the first {len(kept)} of {len(ends)} ticks; --png draws them all"])
+
+
+def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.Prediction, *, sized: bool) -> list[str]:
+    """Write the timeline and, where sizes are known, the memory; tells where."""
+    title = f"{plan.schedule}, {plan.microbatches} microbatches a batch (a unit is one forward)"
+    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)
+    if not sized:
+        return [f"picture: {path}"]
+    memory_path = path.with_stem(f"{path.stem}-memory")
+    memory = {"predicted": prediction.memory}
+    save(jpipe.draw_memory(memory, seconds=prediction.seconds, title=title, unit="units", workers=plan.workers), memory_path)
+    return [f"pictures: {path} and {memory_path}"]
+
+
+def save(figure: "matplotlib.figure.Figure", path: Path) -> None:
+    """Write a picture so that a reader finds all of it or none."""
+    if path.is_dir():
+        raise jpipe.InputError(f"--png: expected a file to write, found the folder '{path}'; choose another name")
+    image = BytesIO()
+    figure.savefig(image, format="png")
+    try:
+        write_atomically(path, image.getvalue())
+    except OSError as error:
+        raise jpipe.InputError(f"--png: cannot write '{path}': {error.strerror}; choose another file") from None

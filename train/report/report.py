@@ -1,0 +1,349 @@
+"""What a run leaves to look at: loss.png, timeline.png, memory.png, trace.json for Perfetto, and report.html, which needs no other file."""
+
+import base64
+import html
+import io
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, NamedTuple
+
+import jpipe
+from jpipe.files import write_atomically
+from train.checkpoint import history
+from train.checkpoint.history import Part
+from train.console.terminal import count, duration
+from train.report import loss_curve, stage_times
+from train.report.stage_times import Stage
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_PAGE = Path(__file__).with_name("report_page.html")
+_MUCH_SLOWER = 1.5  # times the prediction
+_SHORT = 2e-3  # seconds
+_MOST_PARTS = 50  # of a run that was resumed, the last
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a run.
+
+    Attributes:
+        title: of the page.
+        facts: what ran, in words (`{"schedule": "pipedream_2bw", …}`), in order.
+        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
+        predicted: batches of the run as simulated.
+        measured: the same batches as traced.
+        unit: of the losses; may be empty.
+        processes: how many ran it.
+        workers: stage and replica of each, as `jpipe.Plan.workers` has them; may be empty.
+        stages: in order; may be empty.
+        parts: of the run, each up to where it was resumed; may be empty.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    rows: Sequence[Mapping[str, int | float]]
+    predicted: jpipe.Window | None = None
+    measured: jpipe.Window | None = None
+    unit: str = "nats a byte"
+    processes: int = 1
+    workers: Sequence[tuple[int, int]] = ()
+    stages: Sequence[Stage] = ()
+    parts: Sequence[Part] = ()
+
+    @property
+    def windows(self) -> dict[str, jpipe.Window]:
+        """Those that there are, by name."""
+        both = {"predicted": self.predicted, "measured": self.measured}
+        return {name: window for name, window in both.items() if window is not None}
+
+
+class Comparison(NamedTuple):
+    """One quantity, predicted and measured, in words; `ratio` is measured / predicted. What is not known is `–`."""
+
+    quantity: str
+    predicted: str
+    measured: str
+    ratio: str
+
+
+def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> list[Comparison]:
+    """Step time, bubble and the peak memory of each worker, side by side."""
+    windows = predicted, measured
+    workers = max((len(window.memory) for window in windows if window), default=0)
+    rows = [
+        _comparison("time of a step", _time, [None if window is None else window.step_seconds for window in windows]),
+        _comparison("bubble (idle share)", _share, [None if window is None else window.bubble for window in windows]),
+    ]
+    for w in range(workers):
+        peaks = [window.peak_bytes[w] if window and len(window.memory) > w and window.memory[w] else None for window in windows]
+        if any(peaks):
+            rows.append(_comparison(f"peak memory, worker {w}", _bytes, peaks))
+    return rows
+
+
+def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, costs: Sequence[jpipe.StageCost]) -> jpipe.Predicted:
+    """What was measured of a plan in the terms of the planner's prediction.
+
+    Args:
+        plan: that ran.
+        measured: a window of the run.
+        costs: for each stage the sizes that no window shows, see `unseen_bytes`.
+    """
+    held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+    peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
+    return jpipe.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+
+
+def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> list[int]:
+    """What each stage holds only while a program runs: its scratch memory, and what forward and backward in one use up."""
+    found = [cost.temporary for cost in costs]
+    if jpipe.SCHEDULES[plan.schedule].in_flight(plan, plan.depth - 1) == 1:
+        found[-1] += costs[-1].inputs + costs[-1].labels
+    return found
+
+
+def compare_with_plan(predicted: jpipe.Predicted, measured: jpipe.Predicted) -> list[Comparison]:
+    """What the planner predicted beside what was measured."""
+    rows = [
+        _comparison("time of a step", _time, [predicted.batch_seconds, measured.batch_seconds]),
+        _comparison("bubble (idle share)", _share, [predicted.bubble, measured.bubble]),
+    ]
+    for s, peaks in enumerate(zip(predicted.peak_bytes, measured.peak_bytes, strict=True)):
+        rows.append(_comparison(f"peak memory with temporaries, stage {s}", _bytes, list(peaks)))
+    return rows
+
+
+def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None, processes: int = 1) -> str | None:
+    """What makes measured steps of so many processes take much longer than predicted, in words; None where they do not."""
+    if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
+        return None
+    median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
+    if median < _SHORT:
+        return (
+            f"Steps take longer than predicted: the computations are so short (median {_time(median)}) that starting them from the host "
+            "takes longer than running them; with larger microbatches or a larger model the difference vanishes."
+        )
+    if processes > 1:
+        return (
+            "Steps take longer than predicted: the prediction leaves out what moves between processes, and that processes of one machine "
+            "share its cores; between stages plan.extra_in_flight=1 hides transfers behind one more microbatch."
+        )
+    return "Steps take longer than predicted: other programs used the cores at the same time."
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write the pictures, the trace and the page into a folder that is there, each file whole or not at all.
+
+    Of a run without losses there is no `loss.png`, of one without windows no `timeline.png`, `memory.png` or `trace.json`:
+    the page says so.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    timelines = {name: window.timeline for name, window in report.windows.items()}
+    memories = {name: window.memory for name, window in report.windows.items() if any(window.memory)}
+    seconds = {name: window.seconds for name, window in report.windows.items()}
+    pictures: dict[str, bytes] = {}
+    if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
+        pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
+    if timelines:
+        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, workers=report.workers))
+        write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
+    if memories:
+        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, workers=report.workers))
+    for name, picture in pictures.items():
+        write_atomically(folder / f"{name}.png", picture)
+    write_atomically(folder / "report.html", _page(report, pictures))
+
+
+# The page: everything that comes from outside passes through `_escape`. ------------------------------------------------------
+
+
+def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
+    parts = {
+        "title": _escape(report.title),
+        "results": _results(report),
+        "facts": _table("facts", [], report.facts.items()) + _history(report),
+        "loss": _loss(report, pictures.get("loss")),
+        "comparison": _comparison_table(report),
+        "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
+        "memory": _memory(report, pictures.get("memory")),
+    }
+    return Template(_PAGE.read_text(encoding="utf-8")).substitute(parts)
+
+
+def _results(report: Report) -> str:
+    results: dict[str, str] = {}
+    for key, words in (("val_loss", "validation loss"), ("loss", "training loss")):
+        values = loss_curve.finite(report.rows, key)[1]
+        if len(values) and not results:
+            name = f"{words}, {report.unit}" if report.unit else words
+            results[name] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+    for kind, window in list(report.windows.items())[-1:]:  # what was measured, or else the prediction
+        results[f"time of a step, {kind}"] = _time(window.step_seconds)
+        results[f"bubble, {kind}"] = _share(window.bubble)
+        if any(window.memory):
+            results[f"peak memory, {kind}"] = _bytes(max(window.peak_bytes))
+    results |= _progress(report.rows)
+    boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
+    return f'<dl class="results">{boxes}</dl>' if boxes else ""
+
+
+def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
+    """Time, speed and learning rate, as far as the rows have them."""
+    results = {}
+    if seconds := [row["seconds"] for row in rows if "seconds" in row]:
+        results["duration"] = duration(seconds[-1])
+    for unit in ("tokens", "samples"):
+        if speeds := [row[f"{unit}_per_second"] for row in rows if f"{unit}_per_second" in row]:
+            results[f"{unit} per second"] = f"{float(f'{statistics.median(speeds):.3g}'):,.10g}"
+    if rates := [row["learning_rate"] for row in rows if "learning_rate" in row]:
+        turns = [rates[0], *([max(rates)] if max(rates) > max(rates[0], rates[-1]) else []), rates[-1]]
+        results["learning rate"] = " → ".join(dict.fromkeys(f"{rate:.3g}" for rate in turns))
+    return results
+
+
+def _history(report: Report) -> str:
+    """The parts of a run that was resumed."""
+    if len(report.parts) < 2:
+        return ""
+    shown = report.parts[-_MOST_PARTS:]
+    earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
+    note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in it." + earlier
+    return f"<h3>History</h3>{_scrolling(_table('parts', *history.table(shown)))}{_note(note)}"
+
+
+def _stages(report: Report) -> str:
+    if not report.stages:
+        return ""
+    which, window = list(report.windows.items())[-1] if report.windows else ("", None)
+    note = f"Medians over the microbatches that were {which}; busy is the share of the time in which a stage computes or updates."
+    return _scrolling(_table("numbers", *stage_times.table(report.stages, window))) + (_note(note) if window else "")
+
+
+def _scrolling(table: str) -> str:
+    return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{table}</div>'
+
+
+def _loss(report: Report, picture: bytes | None) -> str:
+    steps, losses = loss_curve.finite(report.rows, "loss")
+    values = loss_curve.finite(report.rows, "val_loss")[1]
+    missing = sum("loss" in row for row in report.rows) - len(losses)
+    note = f" {missing} training losses were not finite and are left out." if missing else ""
+    if picture is None:
+        return _note(f"No step of this run has a finite loss, so there is no curve.{note}")
+    alt = "Losses over the steps."
+    if len(losses):
+        last = f"{losses[-1]:.3g} {report.unit}".strip()
+        alt += f" Training: from {losses[0]:.3g} at step {steps[0]} to {last} at step {steps[-1]}."
+    if len(values):
+        alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
+    smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
+    of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
+    how = f"The thin line is the loss of {of}, the strong one its running mean" if smoothed else f"The line is the loss of {of}"
+    how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
+    return _figure(picture, "small", alt, f"{how}{note}")
+
+
+def _comparison_table(report: Report) -> str:
+    if not report.windows:
+        return _note("No batches of this run were simulated or traced, so there is nothing to compare.")
+    table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured))
+    return table + _note(
+        "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
+        "sizes from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
+        + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
+        + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
+    )
+
+
+def _timeline(report: Report, picture: bytes | None) -> str:
+    if picture is None:
+        return _note("No batches of this run were simulated or traced, so there is no timeline.")
+    how = (
+        "A row is a worker and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
+        "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
+    )
+    return _figure(picture, "wide", f"What each worker did, over time: {_which(report)}.", f"{_only(report)}{how}")
+
+
+def _memory(report: Report, picture: bytes | None) -> str:
+    if picture is None:
+        return _note("What the workers held was neither predicted nor measured, so there is no picture of their memory.")
+    how = "Each panel is what one worker holds over time, by kind and on top of each other; the dashed line marks its peak."
+    peaks = "; ".join(f"worker {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
+                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
+    return _figure(picture, "wide", f"What each worker held in memory, over time. Peaks: {peaks}.", f"{_only(report)}{how}")
+
+
+def _which(report: Report) -> str:
+    return " and ".join(f"{name}, with a bubble of {_share(window.bubble)}" for name, window in report.windows.items())
+
+
+def _only(report: Report) -> str:
+    if report.measured is None:
+        return "This is the prediction alone: the run was not traced. "
+    return "This was measured; there is no prediction. " if report.predicted is None else ""
+
+
+def _figure(picture: bytes, size: str, alt: str, caption: str) -> str:
+    # What is wide scrolls on a phone; a keyboard can scroll it too.
+    data = base64.b64encode(picture).decode()
+    image = f'<img src="data:image/png;base64,{data}" alt="{_escape(alt)}">'
+    scrolls = f' tabindex="0" role="region" aria-label="{_escape(alt)}"' if size == "wide" else ""
+    return f'<figure><div class="picture {size}"{scrolls}>{image}</div><figcaption>{_escape(caption)}</figcaption></figure>'
+
+
+def _table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    columns = "".join(f'<th scope="col">{_escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{_escape(first)}</th>{"".join(f"<td>{_escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows
+    )
+    top = f"<thead><tr>{columns}</tr></thead>" if head else ""
+    return f'<table class="{kind}">{top}<tbody>{lines}</tbody></table>'
+
+
+def _note(words: str) -> str:
+    return f'<p class="note">{_escape(words)}</p>'
+
+
+def _escape(words: str) -> str:
+    # A path may hold bytes that are no UTF-8; Python keeps them as surrogates, which no file can be written with.
+    return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
+
+
+# Numbers in words ------------------------------------------------------------------------------------------------------------
+
+
+def _comparison(quantity: str, words: Callable[[int | float], str], values: Sequence[int | float | None]) -> Comparison:
+    predicted, measured = values
+    first, second = ("–" if value is None else words(value) for value in values)
+    return Comparison(quantity, first, second, "–" if not predicted or measured is None else f"{measured / predicted:.2f}")
+
+
+def _time(seconds: int | float) -> str:
+    return _scaled(seconds, {1.0: "s", 1e-3: "ms", 1e-6: "µs"})
+
+
+def _bytes(size: int | float) -> str:
+    return _scaled(size, {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"})
+
+
+def _share(part: int | float) -> str:
+    return f"{part:.1%}"
+
+
+def _scaled(value: int | float, units: Mapping[float, str]) -> str:
+    factor = next((factor for factor in units if abs(value) >= factor), list(units)[-1])
+    return f"{value / factor:.3g} {units[factor]}"
+
+
+def _png(figure: "matplotlib.figure.Figure") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,141 @@
+"""What a run came to: its report, and its last words."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jpipe
+from jpipe.files import shown
+from train.assemble import data
+from train.assemble.build import param_specs
+from train.checkpoint.history import Part, optimizer_words
+from train.checkpoint.run_folder import RunFolder
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.console.terminal import count, duration, first_line
+from train.report import report
+from train.report.measure import Measure
+from train.report.stage_times import Stage
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window.
+
+    Of a run that a signal has ended, `stopped_by`, there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
+    """
+
+    steps: int
+    val_loss_before: float
+    val_loss_after: float | None
+    seconds: float
+    folder: Path | None
+    predicted: jpipe.Window | None
+    measured: jpipe.Window | None
+    planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
+    stopped_by: int | None = None
+
+
+def name_of(number: int) -> str:
+    """Of a signal, as a person knows it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def write_report(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    folder: RunFolder,
+    measure: Measure,
+    reporter: Reporter,
+    batches: data.Data,
+    stages: Sequence[Stage],
+    parts: Sequence[Part],
+) -> None:
+    """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
+    plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
+    per_step, unit = data.portion(config)
+    known = {
+        "command": command_line(),
+        "data": f"{batches.source}; {batches.amount}",
+        "parameters": f"{sum(stage.parameters for stage in stages):,}",
+        "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
+        "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
+        **({"workers": _workers(plan)} if len(plan.workers) > plan.depth else {}),
+        "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
+        "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
+        "optimizer": optimizer_words(config.optimizer.model_dump()),
+        "steps": f"{config.train.steps:,} of {per_step:,} {unit} each",
+        "duration": _durations(parts),
+        "devices": f"{len(set(devices))} × {devices[0].device_kind}" + (f" in {processes} processes" if processes > 1 else ""),
+        "seed": str(config.seed),
+        "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
+    }
+    unit = data.loss_unit(config).strip()
+    try:
+        with reporter.phase("drawing the report"):
+            title = f"jpipe run {folder.path.name}"
+            windows = measure.predicted, measure.measured
+            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan.workers, stages, parts)
+            report.write_report(folder.path, of_run)
+    except OSError as error:
+        reporter.say(
+            f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not touched by this"
+        )
+    except Exception as error:
+        reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
+
+
+def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
+    """The stages, with the parameters of one replica of each."""
+    specs = param_specs(pipe.stack, pipe.plan, batch)
+    counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
+    stages = zip(pipe.plan.stages, pipe.plan.stage_workers, strict=True)
+    return [Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), tuple(own)) for stage, own in stages]
+
+
+def command_line() -> str:
+    """The command of this process, as it would be typed."""
+    program = Path(sys.argv[0]).name
+    ours = program in ("jpipe", "jpipe_command.py", "cli.py")
+    return shlex.join(["jpipe" if ours else program, *sys.argv[1:]])
+
+
+def _durations(parts: Sequence[Part]) -> str:
+    """`1:02`, `3:04 in 2 parts`."""
+    known = [part.seconds for part in parts if part.seconds is not None]
+    words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
+    return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
+
+
+def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
+    """The last words of a run."""
+    if summary.measured is not None:
+        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
+        if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
+            reporter.say(why)
+    if summary.planned:
+        reporter.table(("", "planned", "measured", "ratio"), summary.planned)
+    if summary.folder is None:
+        return
+    if summary.val_loss_after is None:
+        reporter.say(
+            f"stopped by {name_of(summary.stopped_by or signal.SIGTERM)}; the checkpoint of step {summary.steps} is written, "
+            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} goes on there"
+        )
+        return
+    drawn = (summary.folder / "report.html").is_file()
+    reporter.say(
+        f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")
+    )
+
+
+def _workers(plan: jpipe.Plan) -> str:
+    """`0: stage 0, replica 0; …`."""
+    return "; ".join(f"{w}: stage {s}, replica {replica}" for w, (s, replica) in enumerate(plan.workers))

@@ -1,0 +1,1 @@
+"""A whole run, from its start to its end."""
