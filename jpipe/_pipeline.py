@@ -21,7 +21,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
 from jpipe.processes.handshake import find_secret
-from jpipe.programs._costs import StageCost, measure_bytes
+from jpipe.programs._costs import StageCost
 from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
@@ -34,6 +34,7 @@ from jpipe.runtime._snapshot import Cut, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState
 from jpipe.runtime._transport import Transport, arrived, progress, to_host
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._bytes import measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes, with_metrics
 from jpipe.stages._functions import Loss, StageFunctions, check_summed, floats_of, stage_functions, with_floats
 from jpipe.stages._gradients import check_gradients

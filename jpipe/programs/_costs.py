@@ -1,15 +1,11 @@
-"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or read off a pipeline."""
+"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured (`jpipe.stages`)."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax
 
 from jpipe._errors import InputError, nearest
 from jpipe._plan import Plan
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import StageFunctions, floats_of
 
 
 @dataclass(frozen=True)
@@ -168,30 +164,3 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
 
 def _residuals(layers: Sequence[LayerCost], policy: str) -> int:
     return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])
-
-
-def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
-    """The exact sizes of one stage, from shapes alone; times are units (a forward 1, a backward 2, one that recomputes 3)."""
-    f, specs = functions, functions.specs
-    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
-    kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
-    weight = nbytes(jax.ShapeDtypeStruct((), f.loss_dtype))
-    return StageCost(
-        backward=3.0 if recomputes else 2.0,
-        inputs=nbytes(specs.x),
-        labels=nbytes(specs.labels),
-        outputs=nbytes(y),
-        residuals=nbytes((saved, kept_arguments, kept_outputs)),
-        kept_outputs=nbytes(kept_outputs),
-        message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
-        gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
-        weights=nbytes(specs.params),
-        optimizer=nbytes(f.optimizer_spec),
-        state=nbytes(specs.state),
-        sums=nbytes(f.sums_spec),
-    )
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays (or specs) of a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -18,8 +18,8 @@ from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._links import Link, Reduction
 from jpipe.processes._membership import Processes
-from jpipe.programs._costs import nbytes
 from jpipe.programs._instructions import AllReduce, Receive, Send
+from jpipe.stages._bytes import nbytes
 
 Tree = Any
 Devices = tuple[jax.Device, ...]

@@ -11,7 +11,8 @@ from jpipe._plan import Stage
 from jpipe.model._layer import LayerSpec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._stack import LayerStack
-from jpipe.programs._costs import StageCost, measure_bytes
+from jpipe.programs._costs import StageCost
+from jpipe.stages._bytes import measure_bytes
 from jpipe.stages._compile import trace_call
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
 
