@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe import SCHEDULES, Layer, LayerStack, Pipeline, Plan, lower
+from jpipe import Layer, LayerStack, Pipeline, Plan, lower
+from jpipe.schedules import SCHEDULES
 
 STAGES, MICROBATCHES, STEPS, REPEATS = 4, 8, 50, 9
 

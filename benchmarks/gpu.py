@@ -58,11 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedule", default="pipedream_flush", choices=list(jpipe.SCHEDULES), help="default: %(default)s")
+    parser.add_argument("--schedule", default="pipedream_flush", choices=list(jpipe.schedules.SCHEDULES), help="default: %(default)s")
     parser.add_argument("--stages", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=16, help="of a batch (default: %(default)s)")
     parser.add_argument("--rows", type=int, help=f"sequences of a microbatch (default: {GPU.rows})")
-    parser.add_argument("--recompute", default="none", choices=jpipe.RECOMPUTE, help="in the pipeline (default: %(default)s)")
+    parser.add_argument("--recompute", default="none", choices=jpipe.plan.RECOMPUTE, help="in the pipeline (default: %(default)s)")
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="its implementation (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")

@@ -49,7 +49,7 @@ class _UpdateClock:
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def __call__(self, event: jpipe.Event) -> None:
+    def __call__(self, event: jpipe.runtime.Event) -> None:
         if type(event.instruction).__name__ != "Update" or event.done is None:
             return
         if self._worker is None:

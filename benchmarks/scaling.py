@@ -9,7 +9,9 @@ import jax
 
 from benchmarks import gpt
 from benchmarks.sizes import Sizes
-from jpipe import Pipeline, Plan, StageCost, Tracer, fit_costs, lower, simulate
+from jpipe import Pipeline, Plan, Tracer, lower, simulate
+from jpipe.programs import StageCost
+from jpipe.runtime import fit_costs
 
 WORKERS, MICROBATCHES, STAGES, REPEATS = (8, 64, 512, 4096), 16, 8, 3
 SIZES = Sizes(layers=1, width=256, heads=8, sequence=128, rows=4)

@@ -14,7 +14,7 @@ BATCHES = 3
 LARGE = ("depth=54", "width=1920", "heads=20", "seq_len=512", "compute_dtype=bfloat16")  # 2.4 billion parameters
 
 
-def timeline(schedule: str, **options: bool) -> jpipe.Timeline:
+def timeline(schedule: str, **options: bool) -> jpipe.programs.Timeline:
     """Three batches of four microbatches through four stages; a forward takes 1, a backward 2."""
     plan = jpipe.Plan.even(["a", "b", "c", "d"], num_stages=4, schedule=schedule, microbatches=4, **options)
     return jpipe.simulate(jpipe.lower(plan, BATCHES)).timeline

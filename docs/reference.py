@@ -1,10 +1,11 @@
-"""Build the API reference, one page of HTML, from the docstrings of the public names: `python -m docs.reference FOLDER`."""
+"""Build the API reference, a page of HTML for each public module, from the docstrings of its names: `python -m docs.reference FOLDER`."""
 
 import importlib
 import inspect
 import pkgutil
 import re
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,58 @@ import pdoc.render_helpers
 
 import jpipe
 
+MODULES = (
+    "jpipe",
+    "jpipe.plan",
+    "jpipe.schedules",
+    "jpipe.model",
+    "jpipe.programs",
+    "jpipe.stages",
+    "jpipe.processes",
+    "jpipe.runtime",
+    "jpipe.errors",
+)
+
+
+def public_names(module: str) -> list[str]:
+    """What a public module exports; submodules have pages of their own."""
+    found = importlib.import_module(module)
+    return [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
+
 
 def build(folder: Path) -> Path:
-    """Write the reference into `folder`, and return the page's path."""
-    page = pdoc.doc.Module(jpipe)
+    """Write the pages into `folder`, and return the path of the first one."""
     elsewhere = _documented_variables()
-    for variable in page.variables:  # pdoc looks for their docstrings only in the module that shows them
-        variable.docstring = variable.docstring or elsewhere.get(variable.name, "")
-    for described in page.classes:
-        _leave_out_bare_fields(described)
+    pages = {name: _Page(importlib.import_module(name)) for name in MODULES}
+    for name, page in pages.items():
+        for member in public_names(name):  # pdoc looks into the module, where names that are imported on first use are not
+            setattr(page.obj, member, getattr(page.obj, member))
+        for variable in page.variables:  # pdoc looks for their docstrings only in the module that shows them
+            variable.docstring = variable.docstring or elsewhere.get(variable.name, "")
+        for described in page.classes:
+            _leave_out_bare_fields(described)
     pdoc.render.configure(docformat="google", footer_text=f"jpipe {jpipe.__version__}")
     pdoc.render.env.filters["format_signature"] = _format_signature
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "jpipe.html"
-    path.write_text(pdoc.render.html_module(page, all_modules={"jpipe": page}), encoding="utf-8")
-    return path
+    for name, page in pages.items():
+        path = folder.joinpath(*name.split(".")).with_suffix(".html")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(pdoc.render.html_module(page, all_modules=pages), encoding="utf-8")
+    return folder / "jpipe.html"
+
+
+class _Page(pdoc.doc.Module):
+    """A module as its page shows it: its public names, and no submodules."""
+
+    @cached_property
+    def own_members(self) -> Any:
+        """Only these."""
+        return [self.members[name] for name in public_names(self.fullname)]
+
+    @cached_property
+    def submodules(self) -> Any:
+        """Those with pages of their own."""
+        return [pdoc.doc.Module(importlib.import_module(name)) for name in MODULES if name.rpartition(".")[0] == self.fullname]
 
 
 def _documented_variables() -> dict[str, str]:

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 
 TEMPORARY = ".jpipe-*.tmp"
 """The names of files that are being written; what a killed process leaves of them can be removed."""

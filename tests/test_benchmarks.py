@@ -138,7 +138,7 @@ def test_goals_are_those_of_the_schedules():
         assert goal[f"jpipe {schedule}+1"] == goal[f"jpipe {schedule}"]
     assert goal["jpipe pipedream"] == goal["jpipe pipedream_2bw"] == goal["jpipe DP"] == 0.97
     assert goal["jpipe naive"] is None
-    assert {entry.kind.partition("+")[0] for entry in ENTRIES if entry.module == "jpipe_pipeline"} == {*jpipe.SCHEDULES, "dp"}
+    assert {entry.kind.partition("+")[0] for entry in ENTRIES if entry.module == "jpipe_pipeline"} == {*jpipe.schedules.SCHEDULES, "dp"}
 
 
 def test_goals_that_cannot_be_told_are_left_out():

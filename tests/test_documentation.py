@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 import jpipe
+from docs import reference
 from train.cli import main
 from train.config.config import Config
 
@@ -174,45 +175,54 @@ def test_a_row_of_the_tables_of_keys_is_true(section, key):
 
 def test_the_tables_of_keys_list_all_schedules_and_policies():
     plan = tables_of_keys()["plan"]
-    assert re.findall(r"`(\w+)`", plan["schedule"][2]) == list(jpipe.SCHEDULES)
-    assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.RECOMPUTE)
+    assert re.findall(r"`(\w+)`", plan["schedule"][2]) == list(jpipe.schedules.SCHEDULES)
+    assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.plan.RECOMPUTE)
+
+
+NAMES = [(module, name) for module in reference.MODULES for name in reference.public_names(module)]
+
+
+def test_no_name_is_exported_twice():
+    assert len({name for _, name in NAMES}) == len(NAMES)
 
 
 def test_the_list_of_public_names_is_complete_and_names_the_right_files():
-    listed = re.findall(r"^- \[`(\w+)`\]\(\.\./(.+?)\): \S", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(name for name, _ in listed) == sorted(jpipe.__all__)
-    for name, path in listed:
-        assert re.search(rf"^(class |def |){name}\b.*[:=(]", (ROOT / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
+    sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)[1:]
+    listed = []
+    for module, text in zip(sections[::2], sections[1::2], strict=True):
+        for name, path in re.findall(r"^- \[`(\w+)`\]\(\.\./(.+?)\): \S", text, re.MULTILINE):
+            listed.append((module, name))
+            assert re.search(rf"^(class |def |){name}\b.*[:=(]", (ROOT / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
+    assert sorted(listed) == sorted(NAMES)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> str:
-    """The page of the API reference, built without a warning."""
+def pages(tmp_path_factory) -> dict[str, str]:
+    """The pages of the API reference by module, built without a warning."""
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, "-W", "error", "-m", "docs.reference", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    return (folder / "jpipe.html").read_text()
+    return {module: folder.joinpath(*module.split(".")).with_suffix(".html").read_text() for module in reference.MODULES}
 
 
-def test_the_reference_has_every_public_name_in_order(reference):
-    names = re.findall(r'<section id="(\w+)">', reference)
-    assert names == jpipe.__all__
+def test_the_reference_has_every_public_name_in_order(pages):
+    assert [(module, name) for module in pages for name in re.findall(r'<section id="(\w+)">', pages[module])] == NAMES
 
 
-@pytest.mark.parametrize("name", jpipe.__all__)
-def test_the_reference_tells_what_every_public_name_is(reference, name):
-    section = reference.split(f'<section id="{name}">')[1].split("</section>")[0]
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_the_reference_tells_what_every_public_name_is(pages, module, name):
+    section = pages[module].split(f'<section id="{name}">')[1].split("</section>")[0]
     told = section.split('<div class="docstring">')[1].split("</div>")[0]
     assert len(html.unescape(re.sub(r"<[^>]*>", "", told)).split()) >= 4
     types = "".join(re.findall(r'class="(?:signature|annotation)[^>]*>(.*?)</(?:div|label)>', section, re.DOTALL))
-    assert not re.search(r"jaxlib|typing\b|_program", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
+    assert not re.search(r"jaxlib|typing\b|jpipe\.\w+\._", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
 
 
-@pytest.mark.parametrize("name", [name for name in jpipe.__all__ if isinstance(getattr(jpipe, name), type)])
-def test_the_docstring_of_a_class_names_its_fields(name):
-    described = getattr(jpipe, name)
-    if dataclasses.is_dataclass(described):
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_the_docstring_of_a_class_names_its_fields(module, name):
+    described = getattr(importlib.import_module(module), name)
+    if dataclasses.is_dataclass(described) and isinstance(described, type):
         fields = [field.name for field in dataclasses.fields(described)]
     else:
         fields = getattr(described, "model_fields", getattr(described, "_fields", ()))

@@ -115,8 +115,8 @@ class _Training:
         with self._counted():
             self._checkpoints.proceed(self._through, lambda _: {})
 
-    def _timed(self, observer: Callable[[jpipe.Event], None]) -> Callable[[jpipe.Event], None]:
-        def observe(event: jpipe.Event) -> None:
+    def _timed(self, observer: Callable[[jpipe.runtime.Event], None]) -> Callable[[jpipe.runtime.Event], None]:
+        def observe(event: jpipe.runtime.Event) -> None:
             with self._counted():
                 observer(event)
 

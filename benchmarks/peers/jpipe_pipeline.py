@@ -47,7 +47,7 @@ def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:
         for _ in range(steps):
             state, _ = pipe.step(state, batch, observe=tracer)
         trace = tracer.finish()
-    return [cost.forward + cost.backward for cost in jpipe.fit_costs(pipe.costs(batch), trace.timeline)]
+    return [cost.forward + cost.backward for cost in jpipe.runtime.fit_costs(pipe.costs(batch), trace.timeline)]
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
     for depth in range(1, min(workers, len(ids)) + 1):
         splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
         cuts = list(itertools.combinations(range(1, len(ids)), depth - 1))
-        for rows, replicas, cut, schedule in itertools.product(SIZES, splits, cuts, jpipe.SCHEDULES):
+        for rows, replicas, cut, schedule in itertools.product(SIZES, splits, cuts, jpipe.schedules.SCHEDULES):
             if (depth == 1 and schedule != "pipedream_flush") or (len(set(replicas)) > 1 and schedule not in UNEVEN):
                 continue
             starts = (0, *cut, len(ids))
@@ -133,14 +133,14 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
     return {"legal plans": len(plans), **_summary(count, found, profile, topology)}
 
 
-def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.StageCost]:
+def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.programs.StageCost]:
     """Times from the profile, sizes from the compiled stages, as `jpipe plan` has them in the end."""
     times = profile.stage_costs(plan, rows)
     costs = []
     for s, (size, time) in enumerate(zip(answers[0]["costs"], times, strict=True)):
         temporary = max(answer["costs"][s]["temporary"] for answer in answers)
         own = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
-        costs.append(jpipe.StageCost(**{**size, **own}))
+        costs.append(jpipe.programs.StageCost(**{**size, **own}))
     return costs
 
 

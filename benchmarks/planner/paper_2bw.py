@@ -110,7 +110,7 @@ def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int,
     Args:
         profile: of the model.
         topology: all of whose workers are used.
-        schedule: a name of `jpipe.SCHEDULES`.
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
         depth: the stages.
         rows: of a microbatch.
         batch: rows between two updates.

@@ -99,7 +99,7 @@ def stages(partition: Partition) -> str:
 
 def problem_of(profile: Profile, topology: Topology, microbatches: Any) -> Problem:
     """The search at the only microbatch size of a profile, memory not limited."""
-    costs: list[jpipe.LayerCost] = list(profile.costs(profile.sizes[0]).values())
+    costs: list[jpipe.programs.LayerCost] = list(profile.costs(profile.sizes[0]).values())
     return Problem(costs, topology, microbatches, inputs=profile.inputs[0], labels=profile.labels[0])
 
 

@@ -113,7 +113,7 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     batch = _batch(BATCH)
     pipe = jpipe.Pipeline(gpt.gpt(MODEL), plan, gpt.loss, optimizer())
     runner = Runner(pipe, batch)
-    runner(2 * jpipe.batches_until_full(plan) + 2)
+    runner(2 * jpipe.programs.batches_until_full(plan) + 2)
     ends = runner(steps)["ends"]
     tracer = jpipe.Tracer(plan)
     runner(3, tracer)

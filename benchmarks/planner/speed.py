@@ -61,7 +61,9 @@ def invented(count: int, topology: Topology) -> Problem:
     outputs = 8 * np.exp(-4 * share) * random.uniform(0.5, 1, count)  # times those that take as long as a stage
     outputs = (outputs * 3 * seconds.sum() / topology.num_workers * bandwidth).astype(int)
     layers = [
-        jpipe.LayerCost(time, 2 * time, outputs=out, weights=size, optimizer=size, residuals={"none": 2 * out, "full": out}, update=1e-5)
+        jpipe.programs.LayerCost(
+            time, 2 * time, outputs=out, weights=size, optimizer=size, residuals={"none": 2 * out, "full": out}, update=1e-5
+        )
         for time, out, size in zip(seconds.tolist(), outputs.tolist(), weights.tolist(), strict=True)
     ]
     return Problem(layers, topology, inputs=int(outputs[0]), policies=("none", "full"))

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe._errors import InputError
-from jpipe._pipeline import Pipeline, join_processes
 from jpipe.checkpoints import files
 from jpipe.checkpoints.files import prune, steps
+from jpipe.errors import InputError
 from jpipe.files import resolved
+from jpipe.pipeline import Pipeline, join_processes
 from jpipe.processes._membership import Processes
 from jpipe.runtime._batch import Batch
 from jpipe.runtime._plain import Plain

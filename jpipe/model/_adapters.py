@@ -9,7 +9,7 @@ import flax
 import jax
 from flax import linen, nnx
 
-from jpipe._errors import InputError, cause
+from jpipe.errors import InputError, cause
 from jpipe.model._layer import Layer
 from jpipe.model._nnx import nnx_layer
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpipe._errors import InputError, short
+from jpipe.errors import InputError, short
 
 Tree = Any  # a pytree of arrays
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpipe._errors import InputError, callers_code, cause, short
+from jpipe.errors import InputError, callers_code, cause, short
 from jpipe.model._dependence import reached
 from jpipe.model._layer import Layer, key_spec
 

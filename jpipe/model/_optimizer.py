@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe._errors import InputError, callers_code, cause
+from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._dependence import reached
 
 Tree = Any

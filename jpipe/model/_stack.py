@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jpipe._errors import InputError, callers_code, cause, shortened
+from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, has_parameter
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
 

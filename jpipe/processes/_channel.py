@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.processes import handshake
 from jpipe.processes._coordinator import Beat, Desk, Message
 from jpipe.processes.handshake import Caller, Door

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.processes._channel import Channel, JaxStore, Limits, Store
 from jpipe.processes._coordinator import Beat, Message
 from jpipe.processes._main_thread import main_thread_calls

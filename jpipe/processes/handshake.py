@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 
 VARIABLE = "JPIPE_SECRET"
 SHORTEST = 16  # bytes of a secret: a proof that was overheard can be tried against guesses

@@ -1,1 +1,30 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
+
+from jpipe.programs._costs import LayerCost, Network, StageCost, sum_layer_costs, unit_costs
+from jpipe.programs._instructions import Program
+from jpipe.programs._lower import batches_until_full
+from jpipe.programs._simulate import Prediction, ProgramError
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
+from jpipe.programs._window import Window, cut_window, predict_window
+
+__all__ = [
+    "LayerCost",
+    "MemorySample",
+    "MemoryTimeline",
+    "Network",
+    "Prediction",
+    "Program",
+    "ProgramError",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "Window",
+    "batches_until_full",
+    "cut_window",
+    "format_grid",
+    "parse_grid",
+    "predict_window",
+    "sum_layer_costs",
+    "to_ticks",
+    "unit_costs",
+]

@@ -1,10 +1,10 @@
-"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured (`jpipe.stages`)."""
+"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jpipe._errors import InputError, nearest
-from jpipe._plan import Plan
+from jpipe.errors import InputError, nearest
+from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
 
 

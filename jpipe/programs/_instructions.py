@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jpipe._plan import Plan
+from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm"]

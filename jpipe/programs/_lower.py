@@ -4,8 +4,8 @@ from collections import deque
 from numbers import Integral
 from typing import NamedTuple
 
-from jpipe._errors import InputError, short
-from jpipe._plan import Plan
+from jpipe.errors import InputError, short
+from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,

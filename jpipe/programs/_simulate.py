@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
-from jpipe._errors import InputError, short
+from jpipe.errors import InputError, short
 from jpipe.programs._costs import Link, Network, StageCost, unit_costs
 from jpipe.programs._instructions import (
     AllReduce,
@@ -91,7 +91,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     costs = unit_costs(program.plan) if costs is None else costs
     if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
-        raise InputError(f"simulate: expected a list of jpipe.StageCost as costs, found {short(costs)}")
+        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
     if not (link is None or isinstance(link, Link) or callable(link)):
         raise InputError(f"simulate: expected a jpipe.Link, or a function of two workers that gives one, found {short(link)}")
     if len(costs) != program.plan.depth:

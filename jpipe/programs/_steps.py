@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from jpipe._plan import Plan
+from jpipe.plan import Plan
 from jpipe.programs._instructions import Program
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 
 Op = Literal["F", "B", "FB"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpipe._errors import InputError
-from jpipe._plan import Plan
+from jpipe.errors import InputError
+from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.model._layer import describe, spec_of
 
 Tree = Any

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._plan import Plan
+from jpipe.plan import Plan
 from jpipe.processes._membership import PeerLost, Processes
 from jpipe.programs._instructions import AllReduce, Program, Update
 from jpipe.runtime._interpreter import Found

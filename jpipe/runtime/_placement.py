@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jpipe._errors import InputError, short
-from jpipe._plan import Plan
+from jpipe.errors import InputError, short
+from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.Device, ...]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.model._layer import describe
 
 Tree = Any

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError
-from jpipe._plan import Plan
+from jpipe.errors import InputError
+from jpipe.plan import Plan
 from jpipe.programs._instructions import Forward, ForwardBackward, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jpipe._errors import InputError
-from jpipe._plan import Plan
+from jpipe.errors import InputError
+from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._instructions import Backward, Forward, ForwardBackward, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._links import Link, Reduction

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jpipe._plan import Plan
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
+from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
 

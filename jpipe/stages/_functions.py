@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._errors import InputError, callers_code, cause
-from jpipe._plan import Stage
+from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._stack import LayerStack
+from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
 
 Tree = Any

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpipe._errors import callers_code, cause
+from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.stages._functions import Loss, floats_of

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import jax
 
-from jpipe._plan import Stage
 from jpipe.model._layer import LayerSpec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._stack import LayerStack
+from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
 from jpipe.stages._bytes import measure_bytes
 from jpipe.stages._compile import trace_call

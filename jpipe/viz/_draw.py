@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpipe._errors import InputError
+from jpipe.errors import InputError
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from math import lcm
 import jpipe
 
 
-def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], cores: float | None) -> float:
+def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
     """Seconds a batch that the busiest worker computes at least, or, if longer, all workers share their cores for.
 
     A pipeline that is flushed has to be filled up to a stage and to be drained from it.
@@ -21,11 +21,11 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], cores: floa
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         updates, own = plan.updates_a_batch(s), cost.forward + cost.backward
         busiest = max(busiest, before + plan.microbatches / replicas * own + (0.0 if before else updates * cost.update))
-        before += own if jpipe.SCHEDULES[plan.schedule].flushes else 0.0
+        before += own if jpipe.schedules.SCHEDULES[plan.schedule].flushes else 0.0
     return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
 
 
-def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> float:
+def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
     """Seconds a batch that all workers together compute."""
     seconds = 0.0
     for s, cost in enumerate(costs):
@@ -33,7 +33,7 @@ def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> flo
     return seconds
 
 
-def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link: jpipe.Network) -> float:
+def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> float:
     """Seconds a batch that the busiest port sends."""
     loads: defaultdict[Hashable, float] = defaultdict(float)
     for s in range(plan.depth - 1):
@@ -52,7 +52,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link: jpipe
     return max(loads.values(), default=0.0)
 
 
-def _ring(plan: jpipe.Plan, s: int, link: jpipe.Network) -> list[jpipe.Link]:
+def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
     """The links between neighbouring replicas of a stage; none where there is one."""
     workers = plan.stage_workers[s]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
@@ -63,7 +63,9 @@ def _sending(size: int, ring: Sequence[jpipe.Link]) -> float:
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
 
-def unhindered_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link: jpipe.Network, first: int, batches: int) -> float:
+def unhindered_seconds(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, first: int, batches: int
+) -> float:
     """Seconds of a batch where messages never wait for each other.
 
     Args:
@@ -80,8 +82,8 @@ def unhindered_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link:
 class _Stage:
     """A stage of a pipeline whose messages never wait for each other, and what is known of its microbatches."""
 
-    def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.StageCost, link: jpipe.Network, batches: int) -> None:
-        rules, count = jpipe.SCHEDULES[plan.schedule], batches * plan.microbatches
+    def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int) -> None:
+        rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
         self.workers, every = plan.stage_workers[s], plan.microbatches_an_update(s)
         self.own = every // self.replicas  # microbatches of an update at each replica
@@ -98,7 +100,7 @@ class _Stage:
         self.back = self._delays(plan, s, s - 1, cost.gradient, link)
 
     @staticmethod
-    def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.Network) -> list[float]:
+    def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
         """Seconds that the messages to a neighbour take, from the first microbatch to where they repeat; none where there is none."""
         if not 0 <= target < plan.depth:
             return []
@@ -118,7 +120,7 @@ class _Worker:
 class _Pipeline:
     """The pipeline where messages never wait for each other."""
 
-    def __init__(self, plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], link: jpipe.Network, batches: int) -> None:
+    def __init__(self, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> None:
         self.microbatches = plan.microbatches
         self.stages = [_Stage(plan, s, cost, link, batches) for s, cost in enumerate(costs)]
         self.workers = [_Worker(s, replica) for s, replica in plan.workers]

@@ -31,7 +31,7 @@ class Simulated:
     sent_bytes: tuple[float, ...]
 
 
-def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology, clips: bool = False) -> Simulated | None:
+def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, clips: bool = False) -> Simulated | None:
     """Simulate a plan on a topology, worker w on its device w, or as the plan's `keep_together` says.
 
     Args:
@@ -52,7 +52,7 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topo
         _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
     )
     if topology.cores is not None:
-        cut = jpipe.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+        cut = jpipe.programs.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     return Simulated(
         batch_seconds=seconds,
@@ -67,13 +67,13 @@ def forwards(plan: jpipe.Plan) -> int:
     return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
 
 
-def network(plan: jpipe.Plan, topology: Topology) -> jpipe.Network:
+def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
     """The link between any two workers of a plan, where they are placed."""
     place = places(plan)
     return lambda source, target: topology.link(place[source], place[target])
 
 
-def _measured(plan: jpipe.Plan, timeline: jpipe.Timeline) -> float:
+def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
     """Seconds of a batch of the window: the mean over the workers, for with links that they share each of them comes to it irregularly."""
     first, batches = window(plan)
     found = []
@@ -88,9 +88,9 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     """The first batch of the window that is simulated, where the pipeline is in its stride, and how many batches it has."""
     most = max(plan.replicas)
     late = 1 if most > 1 else 0  # hidden sums take longer to settle
-    if jpipe.SCHEDULES[plan.schedule].flushes:
+    if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
         return 1 + late, 2  # nearly all batches do the same
-    return jpipe.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
+    return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
 def places(plan: jpipe.Plan) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def places(plan: jpipe.Plan) -> tuple[int, ...]:
     return tuple(int(number) for number in np.argsort(order))
 
 
-def _stretched(timeline: jpipe.Timeline, seconds: float, cores: float | None) -> float:
+def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
     """How long it takes when those that compute at a time share the cores evenly: then all of them slow down alike, and order stays."""
     if cores is None or len(timeline) <= cores:
         return seconds

@@ -129,7 +129,7 @@ class Device(_Data):
     def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
         for name in flops:
             if name not in DTYPES:
-                raise ValueError(f"unknown dtype {name!r}; {jpipe.nearest(name, DTYPES)}")
+                raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
         return flops
 
 
@@ -158,7 +158,7 @@ class Topology(_Data):
         try:
             super().__init__(**fields)
         except pydantic.ValidationError as error:
-            raise jpipe.explain(error, Topology, "topology") from None
+            raise jpipe.errors.explain(error, Topology, "topology") from None
 
     @pydantic.model_validator(mode="after")
     def _countable(self) -> "Topology":

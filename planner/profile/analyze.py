@@ -74,7 +74,7 @@ def analyze(
     return profile_of(model, costs, count_bytes(model, policies, meter), source="analytic", device=device.name)
 
 
-def _traffic(cost: jpipe.StageCost) -> dict[str, int]:
+def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
     """The bytes that each program has to read or write."""
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
@@ -87,7 +87,7 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
     return max(flops / rate, moved / device.memory_bandwidth if device.memory_bandwidth else 0.0)
 
 
-def _rate(device: Device, layer_id: str, spec: jpipe.LayerSpec) -> float:
+def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec) -> float:
     """FLOP/s for the dtype that comes into the layer, or, where only whole numbers do, that comes out."""
     floats = [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not device.flops:

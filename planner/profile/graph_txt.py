@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from jpipe import InputError, nearest
+from jpipe import InputError
+from jpipe.errors import nearest
 from planner.profile.profile import AtSize, LayerProfile, Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

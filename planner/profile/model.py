@@ -22,7 +22,7 @@ Batch = Callable[[int], tuple[Tree, Tree]]
 Progress = Callable[[int, int], None]
 """Called with how many parts of the work are done, and how many there are."""
 
-Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.StageCost]]
+Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
 """By what they equal one layer, or two neighbours, as a stage; by rows and recomputation policy."""
 
 POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
@@ -93,12 +93,14 @@ class Model:
             found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
         return found
 
-    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.LoneStage:
+    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.stages.LoneStage:
         """Consecutive layers as one stage."""
-        if recompute not in jpipe.RECOMPUTE:
-            raise InputError(f"policies: unknown recomputation policy '{recompute}'; {jpipe.nearest(recompute, jpipe.RECOMPUTE)}")
+        if recompute not in jpipe.plan.RECOMPUTE:
+            raise InputError(
+                f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
+            )
         stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
-        return jpipe.LoneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
+        return jpipe.stages.LoneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
 
     @cached_property
     def batches(self) -> dict[int, tuple[Tree, Tree]]:
@@ -106,16 +108,16 @@ class Model:
         return {rows: jax.eval_shape(lambda batch: batch, self.batch(rows)) for rows in self.sizes}
 
     @cached_property
-    def _first_specs(self) -> dict[str, jpipe.LayerSpec]:
+    def _first_specs(self) -> dict[str, jpipe.model.LayerSpec]:
         return self.stack.specs(self.batches[self.sizes[0]][0])
 
     @cached_property
-    def _specs(self) -> dict[int, dict[str, jpipe.LayerSpec]]:
+    def _specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
         """Of all layers at all sizes, each distinct one traced once a size."""
         specs = {self.sizes[0]: self._first_specs}
         for rows in self.sizes[1:]:
             x = self.batches[rows][0]
-            found: dict[str, jpipe.LayerSpec] = {}
+            found: dict[str, jpipe.model.LayerSpec] = {}
             for layer_id, like in self.like.items():
                 known = like in found and found[like].x == x
                 found[layer_id] = found[like] if known else self.stack.specs(x, [layer_id])[layer_id]
@@ -124,8 +126,8 @@ class Model:
         return specs
 
     @cached_property
-    def _layerwise(self) -> jpipe.LayerwiseOptimizer:
-        return jpipe.find_layerwise(self.optimizer, {layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+    def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
+        return jpipe.model.find_layerwise(self.optimizer, {layer_id: spec.params for layer_id, spec in self._first_specs.items()})
 
 
 class Meter:

@@ -95,7 +95,7 @@ class Profile(_Data):
         try:
             super().__init__(**fields)
         except pydantic.ValidationError as error:
-            raise jpipe.explain(error, Profile, "profile") from None
+            raise jpipe.errors.explain(error, Profile, "profile") from None
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "Profile":
@@ -127,11 +127,11 @@ class Profile(_Data):
         """The layer ids, in order."""
         return tuple(layer.id for layer in self.layers)
 
-    def costs(self, rows: int) -> dict[str, jpipe.LayerCost]:
+    def costs(self, rows: int) -> dict[str, jpipe.programs.LayerCost]:
         """What each layer costs at a microbatch size of the profile."""
         n = self.sizes.index(rows)
         return {
-            layer.id: jpipe.LayerCost(
+            layer.id: jpipe.programs.LayerCost(
                 forward=at.forward,
                 backward=at.backward,
                 outputs=at.outputs,
@@ -147,10 +147,10 @@ class Profile(_Data):
             for at in (layer.at[n],)
         }
 
-    def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.StageCost, ...]:
+    def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
         """What each stage of a plan costs, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
-        costs = jpipe.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
+        costs = jpipe.programs.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
         timed = ("forward", "backward", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
@@ -182,7 +182,7 @@ class Profile(_Data):
         Raises:
             InputError: no JSON, not a profile of this format, or numbers that cannot be.
         """
-        data = jpipe.read_json(text, FORMAT, where)
+        data = jpipe.plan.read_json(text, FORMAT, where)
         try:
             return cls(**data)
         except InputError as error:

@@ -1,4 +1,4 @@
-"""From many candidates to a ranking: those that can be the fastest are simulated (`planner.ranking.race`), the others are told by their bound."""
+"""From many candidates to a ranking: those that can be the fastest are simulated (`race`), the others are told by their bound."""
 
 import dataclasses
 import math
@@ -89,7 +89,7 @@ class Choice:
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """The plan of one of them, with what is predicted of it."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
-        predicted = jpipe.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
+        predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
 
 

@@ -60,9 +60,9 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
 
 
-def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> tuple[int, ...]:
+def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Bytes that a worker of each stage holds at most, in a pipeline whose stages are about equally fast."""
-    rules, found = jpipe.SCHEDULES[plan.schedule], []
+    rules, found = jpipe.schedules.SCHEDULES[plan.schedule], []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0

@@ -21,7 +21,7 @@ _FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and 
 _OF_A_KIND = 0.05  # share by which a bound has to beat the best of its kind, where the kind cannot win
 
 
-_Bound = Callable[[jpipe.Plan, Sequence[jpipe.StageCost], Topology], float]
+_Bound = Callable[[jpipe.Plan, Sequence[jpipe.programs.StageCost], Topology], float]
 
 
 class Outcome(NamedTuple):
@@ -118,7 +118,7 @@ class Race:
         self._fastest = min(self._fastest, a_row)
         self._of_kind[candidate.kind] = min(self._of_kind.get(candidate.kind, math.inf), a_row)
 
-    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...]]:
+    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
         plan = candidate.plan(self._profile.ids)
         return plan, self._profile.stage_costs(plan, candidate.rows)
 
@@ -129,17 +129,17 @@ class Race:
         return bound(plan, costs, self._topology)
 
 
-def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
     if forwards(plan) > MOST_FORWARDS:
         return 0.0
     return unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
 
 
-def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
     return busy_seconds(plan, costs, topology.cores)
 
 
-def _port(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost], topology: Topology) -> float:
+def _port(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
     return port_seconds(plan, costs, network(plan, topology))
 
 

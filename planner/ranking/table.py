@@ -100,7 +100,7 @@ def what_would_fit(choice: Choice) -> list[str]:
         untried.append(f"more than {workers} workers, for more stages")
     if least > 1 and all(kept <= limit for kept in _without_rows(choice.profile, best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
-    if not any(jpipe.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
+    if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")
     change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
     return [
@@ -113,7 +113,7 @@ def what_would_fit(choice: Choice) -> list[str]:
 def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     """Bytes of each stage that no microbatch size changes: weight versions, gradients and optimizer."""
     plan = candidate.plan(profile.ids)
-    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.SCHEDULES[plan.schedule].versions_alive
+    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
     found = []
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]

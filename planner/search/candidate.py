@@ -11,7 +11,7 @@ class Candidate:
     """A plan in numbers, what it costs, and whether it fits.
 
     Attributes:
-        schedule: a name of `jpipe.SCHEDULES`.
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
         rows: of a microbatch.
         microbatches: M, between two updates, over all replicas.
         starts: the first layer of each stage.
@@ -72,7 +72,7 @@ class Candidate:
     @property
     def rank(self) -> tuple[object, ...]:
         """What to sort by: plans that fit, fast ones first; of equal ones that with fewer stages, a flush, less memory, a smaller batch."""
-        schedule = jpipe.SCHEDULES[self.schedule]
+        schedule = jpipe.schedules.SCHEDULES[self.schedule]
         lacks = self.over[1] if self.over else 0
         ties = (self.depth, not schedule.flushes, max(self.memory), self.batch, self.extra_in_flight, self.rows)
         # nine digits: that which sums of floats round to does not decide

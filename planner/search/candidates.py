@@ -25,7 +25,7 @@ def find_candidates(
     batch: int,
     *,
     exact: bool = True,
-    schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
+    schedules: Sequence[str] = tuple(jpipe.schedules.SCHEDULES),
     pipedream: Updates = "batch",
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
@@ -37,7 +37,7 @@ def find_candidates(
         topology: where it is to run.
         batch: the most rows between two updates.
         exact: whether it has to be just as many.
-        schedules: those to try, of `jpipe.SCHEDULES`.
+        schedules: those to try, of `jpipe.schedules.SCHEDULES`.
         pipedream: how PipeDream's stages are found. "batch": all update once a batch, so that their replicas divide its microbatches.
             "replicas": each after one microbatch of each of its replicas, whose number is free then, as in the original; never exact.
             "text" and "code": by the paper's own recurrence, at the price of its text or of its released code; they update likewise.
@@ -57,7 +57,7 @@ def _only(schedules: Sequence[str]) -> Sequence[str]:
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
     for n, rows in enumerate(profile.sizes):
         costs = list(profile.costs(rows).values())
-        policies = tuple(policy for policy in jpipe.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
+        policies = tuple(policy for policy in jpipe.plan.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
         if batch < rows or (exact and batch % rows):
             continue
         microbatches: int | Literal["replicas"] = batch // rows if how == "batch" else "replicas"

@@ -40,7 +40,7 @@ def sweep(
     batch: int,
     *,
     exact: bool = False,
-    schedules: Sequence[str] = tuple(jpipe.SCHEDULES),
+    schedules: Sequence[str] = tuple(jpipe.schedules.SCHEDULES),
     price: Literal["closed form", "paper"] = "closed form",
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages with w d workers, all of the topology's; fewer only where no such plan fits.
@@ -53,7 +53,7 @@ def sweep(
         topology: where it is to run.
         batch: the most rows between two updates.
         exact: whether it has to be just as many rows.
-        schedules: those to try, of `jpipe.SCHEDULES`.
+        schedules: those to try, of `jpipe.schedules.SCHEDULES`.
         price: "closed form", which follows `jpipe.simulate`, or "paper", the appendix of 2BW.
 
     Returns:
@@ -89,7 +89,7 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
 def _price(schedule: str, extra: int, microbatches: tuple[int, ...], in_flight: Any, times: Times) -> Price:
     """The price of a batch for each number of microbatches of a pipeline."""
     m = np.array(microbatches)[:, None]
-    if jpipe.SCHEDULES[schedule].flushes:
+    if jpipe.schedules.SCHEDULES[schedule].flushes:
         return {"naive": naive_price, "gpipe": gpipe_price, "pipedream_flush": flush_price}[schedule](times, m)
     # the first forward that reads a new version: in 2BW that of the next batch but one, else the next forward but one
     hidden = m - in_flight + 1 if schedule == "pipedream_2bw" else np.ones_like(in_flight)
@@ -130,7 +130,7 @@ class _Fit:
 @cache
 def _flights(schedule: str, width: int, depth: int, extra: int, microbatches: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Any]:
     """Of numbers of microbatches those that are legal, and for these n_s and the versions alive, by stage."""
-    rules = jpipe.SCHEDULES[schedule]
+    rules = jpipe.schedules.SCHEDULES[schedule]
     legal: list[int] = []
     in_flight, versions = [], []
     for m in microbatches:
@@ -164,7 +164,7 @@ class _Sweep:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
         self.layers = Layers(profile)
         self.limit = topology.device.memory or np.inf
-        self.tried = tuple((name, extra) for name in schedules for extra in ((0,) if jpipe.SCHEDULES[name].flushes else EXTRA))
+        self.tried = tuple((name, extra) for name in schedules for extra in ((0,) if jpipe.schedules.SCHEDULES[name].flushes else EXTRA))
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
@@ -244,7 +244,7 @@ class _Sweep:
         if self.price == "closed form":
             return _price(schedule, extra, fit.microbatches, fit.in_flight, times)
         m, depth = np.array(fit.microbatches)[:, None], fit.policy.shape[1]
-        rounds = m * depth if schedule == "naive" else m + depth - 1 if jpipe.SCHEDULES[schedule].flushes else m
+        rounds = m * depth if schedule == "naive" else m + depth - 1 if jpipe.schedules.SCHEDULES[schedule].flushes else m
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(

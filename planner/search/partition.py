@@ -39,7 +39,7 @@ class Problem:
         InputError: no policy; or memory is limited and a layer has no residual bytes for one.
     """
 
-    layers: Sequence[jpipe.LayerCost]
+    layers: Sequence[jpipe.programs.LayerCost]
     topology: Topology
     microbatches: int | Literal["replicas"] = "replicas"
     inputs: int = 0
@@ -79,7 +79,7 @@ class Problem:
         return replicas if self.microbatches == "replicas" else self.microbatches
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
-        """Weight versions alive at a stage, as `jpipe.SCHEDULES["pipedream"]` has it; for arrays too."""
+        """Weight versions alive at a stage, as `jpipe.schedules.SCHEDULES["pipedream"]` has it; for arrays too."""
         late = replicas > 1
         return -(-(in_flight - 1 + late) * replicas // self.microbatches_an_update(replicas)) + 1
 
@@ -186,7 +186,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         problem: the costs.
         stages: all layers in order.
     """
-    in_flight = [1]  # as `jpipe.SCHEDULES["pipedream"]` has it
+    in_flight = [1]  # as `jpipe.schedules.SCHEDULES["pipedream"]` has it
     for stage, after in reversed(list(pairwise(stages))):
         in_flight.insert(0, 1 + -(-in_flight[0] * after.replicas // stage.replicas) + problem.extra_in_flight)
     held = []
@@ -216,5 +216,5 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
     return tuple(int(size) for size in held)
 
 
-def _residuals(layers: Sequence[jpipe.LayerCost], policy: str) -> int:
+def _residuals(layers: Sequence[jpipe.programs.LayerCost], policy: str) -> int:
     return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])

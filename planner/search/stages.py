@@ -13,7 +13,7 @@ from planner.profile.profile import Profile
 
 @dataclass(frozen=True)
 class Stages:
-    """Costs by stage, as `jpipe.sum_layer_costs` counts them; NumPy arrays over the stages, with a first axis of policies where told.
+    """Costs by stage, as `jpipe.programs.sum_layer_costs` counts them: NumPy arrays over the stages, some with a first axis of policies.
 
     At the last stage residuals count as such, even if forward and backward are one program, whose temporaries they then are.
 
@@ -52,7 +52,7 @@ class Layers:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         at = [[layer.at[n] for layer in profile.layers] for n in range(len(profile.sizes))]
-        known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.RECOMPUTE) - {"none", "full"}
+        known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.plan.RECOMPUTE) - {"none", "full"}
         kept = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
         self.policies = ("none", *sorted(known, key=lambda policy: (-kept[policy], policy)), "full")
         self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])

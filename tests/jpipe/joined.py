@@ -17,7 +17,7 @@ if not NAME.startswith("jax"):
     sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[2] / "jpipe")]
 
 import jpipe.processes._membership  # noqa: E402 - after the stand-in
-from jpipe._errors import InputError  # noqa: E402 - after the stand-in
+from jpipe.errors import InputError  # noqa: E402 - after the stand-in
 from jpipe.processes._channel import Limits  # noqa: E402 - after the stand-in
 from jpipe.processes._membership import PeerLost, Processes  # noqa: E402 - after the stand-in
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe import SCHEDULES, InputError, Layer, LayerStack, Plan
+from jpipe import InputError, Layer, LayerStack, Plan
+from jpipe.schedules import SCHEDULES
 
 WIDTH = 3
 ROWS = 2  # of one microbatch

@@ -109,13 +109,13 @@ def refusal() -> str:
 
 
 def train_all(count: int, file: str) -> None:
-    from jpipe import _pipeline
+    from jpipe import pipeline
 
     mine = CASES[count] if count > 1 else {name: fields for cases in CASES.values() for name, fields in cases.items()}
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
-        _pipeline.Transport = functools.partial(_pipeline.Transport, threads=False)
+        pipeline.Transport = functools.partial(pipeline.Transport, threads=False)
         inline = [case for case in INLINE if case in mine]
         found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
     np.savez(file, **found)

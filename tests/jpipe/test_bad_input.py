@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe import InputError, Pipeline, Plan, StageCost, fit_costs, lower
+from jpipe import InputError, Pipeline, Plan, lower
+from jpipe.programs import StageCost
+from jpipe.runtime import fit_costs
 from tests.jpipe import models
 
 STACK = models.plain_stack()
@@ -342,7 +344,7 @@ UNTYPED = {
     ),
     "Pipeline(stack, plan, loss, sgd, devices=2)": "devices: expected a list of devices, found int; give some of jax.devices()",
     "jpipe.simulate(plan)": "simulate: expected a program, found Plan; give jpipe.lower(plan, batches)",
-    "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.StageCost as costs, found [1]",
+    "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.programs.StageCost as costs, found [1]",
     "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
         "simulate: expected a jpipe.Link, or a function of two workers that gives one, found 3"
     ),

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, ProgramError, StageCost, lower, simulate
+from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, lower, simulate
+from jpipe.programs import ProgramError, StageCost
 from jpipe.programs._instructions import SumSquares, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_close, check_equal, train, train_as_one_function

@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan
-from jpipe._pipeline import _as_key
+from jpipe.pipeline import _as_key
 from jpipe.programs._instructions import Update
 from tests.jpipe.models import batches_of, momentum, plain_stack, squares
 from tests.jpipe.running import check_equal, train
@@ -195,8 +195,7 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
 
 
 def test_init_proves_the_programs(monkeypatch):
-    from jpipe import ProgramError
-    from jpipe.programs import _lower
+    from jpipe.programs import ProgramError, _lower
 
     write = _lower._Run._write
 

@@ -177,7 +177,7 @@ def test_replicas_go_on_from_their_own_layer_state_or_from_the_mean(fields, own,
 def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
     layers, _ = of_three_replicas
     means, counts = state_of(layers, "track")
-    found = jpipe.average_replicas(layers)
+    found = jpipe.runtime.average_replicas(layers)
     assert sorted(found) == sorted(models.rich_stack().ids)
     running.check_equal(
         found["track"]["state"], {"mean": (means[0] + means[1] + means[2]) * np.float32(1 / 3), "count": np.int32(counts[0])}
@@ -187,7 +187,7 @@ def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
     with pytest.raises(
         InputError, match=r"layer state of 'track replica 1': expected 'mean' as in the model, float32\[3\], found float32\[7\]"
     ):
-        jpipe.average_replicas(strange)
+        jpipe.runtime.average_replicas(strange)
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe import MemorySample, Span
+from jpipe.programs import MemorySample, Span
 
 FORWARD, BACKWARD, UPDATE, IDLE = "#0072b2", "#f0a830", "#1a1a1a", "#e6e6e6"
 
 
-def predict(schedule: str, depth: int = 4, microbatches: int = 4, batches: int = 3, **costs: float) -> jpipe.Prediction:
+def predict(schedule: str, depth: int = 4, microbatches: int = 4, batches: int = 3, **costs: float) -> jpipe.programs.Prediction:
     plan = jpipe.Plan.even([f"layer_{i}" for i in range(depth)], depth, schedule, microbatches)
-    return jpipe.simulate(jpipe.lower(plan, batches), [jpipe.StageCost(**costs)] * depth)
+    return jpipe.simulate(jpipe.lower(plan, batches), [jpipe.programs.StageCost(**costs)] * depth)
 
 
 def boxes(axes, colour: str) -> list[list[tuple[float, float]]]:
@@ -76,7 +76,7 @@ def test_panels_share_the_axis_and_are_headed_by_length_and_bubble():
 
 def test_a_window_is_as_long_as_it_was_cut():
     prediction = predict("gpipe")
-    window = jpipe.cut_window(prediction.timeline, prediction.memory, 4, 0, 1)
+    window = jpipe.programs.cut_window(prediction.timeline, prediction.memory, 4, 0, 1)
     cut_short = tuple(spans[:-1] for spans in window.timeline)
     figure = jpipe.draw_timeline({"window": cut_short}, seconds=window.seconds, unit="forwards")
     busy = sum(span.end - span.start for spans in cut_short for span in spans)
@@ -93,7 +93,7 @@ def test_seconds_are_written_in_a_unit_of_their_size(forward, label):
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()][-1] == "2"
 
 
-@pytest.mark.parametrize("schedule", sorted(jpipe.SCHEDULES))
+@pytest.mark.parametrize("schedule", sorted(jpipe.schedules.SCHEDULES))
 @pytest.mark.parametrize(("depth", "microbatches", "batches"), [(1, 1, 1), (2, 4, 2), (4, 4, 3), (4, 8, 2), (16, 32, 2)])
 def test_labels_stand_inside_their_box_and_never_on_each_other(schedule, depth, microbatches, batches):
     timeline = predict(schedule, depth, microbatches, batches).timeline
@@ -167,7 +167,7 @@ def test_memory_has_a_row_a_worker_a_column_an_entry_and_one_scale():
 
 def test_where_stages_have_replicas_each_row_tells_whose_it_is():
     plan = jpipe.Plan.even("abc", 2, "pipedream", 2, replicas=(2, 1))
-    prediction = jpipe.simulate(jpipe.lower(plan, 3), [jpipe.StageCost()] * 2)
+    prediction = jpipe.simulate(jpipe.lower(plan, 3), [jpipe.programs.StageCost()] * 2)
     timeline = jpipe.draw_timeline({"a": prediction.timeline, "b": prediction.timeline}, workers=plan.workers)
     memory = jpipe.draw_memory({"a": prediction.memory}, seconds=prediction.seconds, workers=plan.workers)
     alone = jpipe.draw_timeline({"a": prediction.timeline[:2]}, workers=((0, 0), (1, 0)))

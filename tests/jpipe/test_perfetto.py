@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 
 import jpipe
-from jpipe import Plan, Span, StageCost
+from jpipe import Plan
+from jpipe.programs import Span, StageCost
 
 COSTS = [StageCost(forward=0.1 / (3 + s), backward=0.7 / (9 + s), update=0.01 / 7) for s in range(3)]  # no round number anywhere
 
@@ -45,7 +46,7 @@ def in_nanoseconds(timeline):
     return tuple(tuple(map(rounded, spans)) for spans in timeline)
 
 
-@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_every_span_is_found_again(schedule):
     predicted, measured = timeline_of(schedule), timeline_of(schedule, [StageCost(forward=0.3, backward=0.31)] * 3)
     assert read_back(events_of({"predicted": predicted, "measured": measured})) == [in_nanoseconds(predicted), in_nanoseconds(measured)]
@@ -64,7 +65,7 @@ def test_processes_and_threads_have_names_and_an_order():
     assert len(named) == 8
 
 
-@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_slices_follow_one_another_as_perfetto_reads_them(schedule):
     late = tuple(tuple(s._replace(start=s.start + 1 / 3e3, end=s.end + 1 / 3e3) for s in spans) for spans in timeline_of(schedule))
     free = defaultdict(int)

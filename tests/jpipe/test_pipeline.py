@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, State
-from jpipe._pipeline import _checked_metrics
+from jpipe.pipeline import _checked_metrics
 from jpipe.programs._instructions import Backward, Forward, ForwardBackward, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh, layer_state, train

@@ -11,26 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpipe import (
-    SCHEDULES,
-    InputError,
+from jpipe import InputError, Link, Plan, lower, simulate
+from jpipe.programs import (
     LayerCost,
-    Link,
-    Plan,
     Program,
     ProgramError,
     StageCost,
     batches_until_full,
     format_grid,
-    lower,
     parse_grid,
     predict_window,
-    simulate,
     sum_layer_costs,
     to_ticks,
 )
 from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
 from jpipe.programs._steps import Steps
+from jpipe.schedules import SCHEDULES
 from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

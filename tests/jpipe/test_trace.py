@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from jpipe import Event, InputError, Pipeline, Plan, StageCost, Tracer, Window, cut_window, fit_costs, lower, simulate
+from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
+from jpipe.programs import StageCost, Window, cut_window
 from jpipe.programs._instructions import Forward
+from jpipe.runtime import Event, fit_costs
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._trace import _Watcher
 from tests.jpipe import models

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jpipe import Plan, Span, StageCost, batches_until_full, cut_window, lower, predict_window, simulate
+from jpipe import Plan, lower, simulate
+from jpipe.programs import Span, StageCost, batches_until_full, cut_window, predict_window
 from tests.jpipe import models
 
 M = 4

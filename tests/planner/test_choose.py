@@ -98,7 +98,7 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
     candidates = find_candidates(profile, topology, 8)
     choice = choose(profile, topology, candidates)
     plan = choice.plan(choice.ranked[0])
-    assert plan.predicted == jpipe.Predicted(
+    assert plan.predicted == jpipe.plan.Predicted(
         batch_seconds=choice.ranked[0].seconds, bubble=choice.ranked[0].simulated.bubble, peak_bytes=choice.ranked[0].memory
     )
     assert jpipe.Plan.from_json(plan.to_json()) == plan

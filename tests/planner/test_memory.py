@@ -15,7 +15,7 @@ def shares(replicas, rng):
     """Memory of each stage of a random pipeline, as a share of what the simulator counts."""
     depth = len(replicas)
     layers = [
-        jpipe.LayerCost(
+        jpipe.programs.LayerCost(
             forward=1.0,
             backward=2.0,
             outputs=rng.randint(1, 30),
@@ -42,7 +42,7 @@ def shares(replicas, rng):
     ids = [f"layer{i}" for i in range(len(layers))]
     found = evaluate(problem, stages)
     plan = found.plan(ids, problem)
-    costs = jpipe.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
+    costs = jpipe.programs.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
     prediction = jpipe.simulate(jpipe.lower(plan, batches=max(2, math.ceil(40 / plan.microbatches))), costs)
     peaks = [max(prediction.peak_bytes_running[w] for w in workers) for workers in plan.stage_workers]
     return [memory / peak for memory, peak in zip(found.memory, peaks, strict=True)]

@@ -45,7 +45,10 @@ def recurrence(layers, levels, price):
     price=st.sampled_from(["text", "code"]),
 )
 def test_the_recurrence_as_written(layers, levels, price):
-    costs = [jpipe.LayerCost(float(forward), float(backward), outputs=out, weights=weights) for forward, backward, out, weights in layers]
+    costs = [
+        jpipe.programs.LayerCost(float(forward), float(backward), outputs=out, weights=weights)
+        for forward, backward, out, weights in layers
+    ]
     topology = Topology(levels=[{"count": count, "bandwidth": bandwidth} for count, bandwidth in levels])
     found = search_paper(Problem(costs, topology), price)
     assert found.seconds == pytest.approx(recurrence(tuple(layers), tuple(levels), price), rel=1e-9)
@@ -55,7 +58,7 @@ def test_the_recurrence_as_written(layers, levels, price):
 
 
 def test_the_stages_behind_the_number():
-    layers = [jpipe.LayerCost(5.0, 10.0, outputs=1, weights=1), jpipe.LayerCost(2.0, 3.0, outputs=1, weights=100)]
+    layers = [jpipe.programs.LayerCost(5.0, 10.0, outputs=1, weights=1), jpipe.programs.LayerCost(2.0, 3.0, outputs=1, weights=100)]
     found = search_paper(Problem(layers, Topology.flat(4, bandwidth=10.0)))
     assert [(stage.stop, stage.first, stage.replicas) for stage in found.stages] == [(1, 0, 3), (2, 3, 1)]
     assert found.seconds == 5.0
@@ -66,7 +69,7 @@ def test_the_stages_behind_the_number():
 
 
 def test_the_released_code_adds_what_the_text_overlaps():
-    layers = [jpipe.LayerCost(4.0, 8.0, weights=10)]
+    layers = [jpipe.programs.LayerCost(4.0, 8.0, weights=10)]
     problem = Problem(layers, Topology.flat(2, bandwidth=4.0))
     assert search_paper(problem, "text").seconds == 6.0
     assert search_paper(problem, "code").seconds == (12 + 4 / 2 * 10 / 4) / 2

@@ -129,17 +129,17 @@ def test_every_legal_plan_is_there_and_no_other():
     seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in found]
     assert len(set(seen)) == len(seen)
     expected = set()
-    for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, jpipe.SCHEDULES):
+    for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, jpipe.schedules.SCHEDULES):
         width = 6 // depth
         most = batch // (rows * width)
         numbers = {*(2**k for k in range(9)), *(depth * 2**k for k in range(9)), most}
-        extras = (0,) if depth == 1 or jpipe.SCHEDULES[schedule].flushes else EXTRA
+        extras = (0,) if depth == 1 or jpipe.schedules.SCHEDULES[schedule].flushes else EXTRA
         for m, extra, keep in itertools.product(numbers, extras, ("replicas", "stages")[: 1 + (depth > 1)]):
             key = schedule, (width,) * depth, rows, m * width, extra, keep
             if m <= most and not (depth == 1 and schedule in ("naive", "gpipe")) and _is_legal(profile, key):
                 expected.add(key)
     assert set(seen) == expected
-    assert {c.schedule for c in found} == set(jpipe.SCHEDULES)
+    assert {c.schedule for c in found} == set(jpipe.schedules.SCHEDULES)
 
 
 def _is_legal(profile, key):
@@ -172,7 +172,7 @@ def test_each_stage_takes_the_cheapest_recomputation_that_fits(limit):
 def _memory(profile, candidate, policy):
     """Stage by stage, with one policy for all."""
     plan = _plan(profile, candidate.starts, policy, candidate)
-    schedule, found = jpipe.SCHEDULES[plan.schedule], []
+    schedule, found = jpipe.schedules.SCHEDULES[plan.schedule], []
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         in_flight, replicas = schedule.in_flight(plan, s), plan.replicas[s]
         residuals = 0 if s == plan.depth - 1 and in_flight == 1 else cost.residuals  # in one program they are temporary
@@ -196,7 +196,7 @@ def _plan(profile, starts, policy, candidate=None):
     )
 
 
-@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_prices_are_those_of_the_simulator(schedule):
     for blocks, outer, head, memory in ((6, 5_000.0, 0.5, 250_000.0), (4, 50_000.0, 2.0, None)):
         profile = gpt(blocks, head=head)
@@ -211,12 +211,12 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
     profile = gpt(7, outputs=20_000, sizes=(1,), weights=1_000)
     topology = levels((4, 1e9, 0.0), (2, 20_000.0, 0.0))  # a message takes as long as a forward; four pipelines share a card
     wide = [c for c in sweep(profile, topology, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
-    for candidate in (c for c in wide if jpipe.SCHEDULES[c.schedule].flushes):
+    for candidate in (c for c in wide if jpipe.schedules.SCHEDULES[c.schedule].flushes):
         assert candidate.seconds == pytest.approx(price(profile, topology, candidate))
-    assert {c.bound for c in wide if not jpipe.SCHEDULES[c.schedule].flushes} == {"stage 0 computes"}
+    assert {c.bound for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes} == {"stage 0 computes"}
     narrow = levels((4, 1e9, 0.0), (2, 4_000.0, 0.0))
     wide = [c for c in sweep(profile, narrow, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
-    asynchronous = [c for c in wide if not jpipe.SCHEDULES[c.schedule].flushes]
+    asynchronous = [c for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes]
     assert {c.bound for c in asynchronous} == {"cut 0"}
     for candidate in asynchronous[:3]:
         assert candidate.seconds == pytest.approx(8 * 4 * 20_000 / 4_000, rel=0.2)
@@ -352,7 +352,7 @@ def test_workers_that_share_cores_compute_no_faster_than_these():
     assert sweep(profile, topology, 16)[0].bound == "the cores"
 
 
-@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_memory_is_no_less_than_the_simulator_counts(schedule):
     profile, topology = gpt(6), levels((4, 50_000.0, 0.02))
     candidates = [c for c in sweep(profile, topology, 8, schedules=[schedule]) if c.microbatches <= 8]

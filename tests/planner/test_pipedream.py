@@ -59,7 +59,7 @@ def problems(draw):
 
 
 def build(layers, levels, **fields):
-    return Problem([jpipe.LayerCost(**layer) for layer in layers], Topology(levels=levels), **fields)
+    return Problem([jpipe.programs.LayerCost(**layer) for layer in layers], Topology(levels=levels), **fields)
 
 
 def everything(problem, i=0, a=0):
@@ -136,7 +136,7 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     ],
 )
 def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(workers, layers, memory):
-    costs = [jpipe.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
+    costs = [jpipe.programs.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
     problem = Problem(costs, Topology.flat(workers, bandwidth=20.0), 12, memory=float(memory))
     seconds, stages, _ = exhaustive(problem)
     found = search(problem)
@@ -144,7 +144,7 @@ def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(workers,
 
 
 def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before():
-    layers = [jpipe.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
+    layers = [jpipe.programs.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
     runs = Runs(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
     ahead = np.arange(1, 40)
     for relaxed in (True, False):
@@ -155,7 +155,10 @@ def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before
 
 
 def test_the_price_by_hand():
-    layers = [jpipe.LayerCost(4.0, 8.0, outputs=30, weights=10, update=1.0), jpipe.LayerCost(1.0, 2.0, outputs=7, weights=90)]
+    layers = [
+        jpipe.programs.LayerCost(4.0, 8.0, outputs=30, weights=10, update=1.0),
+        jpipe.programs.LayerCost(1.0, 2.0, outputs=7, weights=90),
+    ]
     levels = [{"count": 2, "bandwidth": 20.0}, {"count": 2, "bandwidth": 5.0, "latency": 1.0}]
     problem = Problem(layers, Topology(levels=levels), microbatches=6, dispatch=0.5)
     stages = [Placed(0, 1, 0, 3), Placed(1, 2, 3, 1, "full")]
@@ -182,7 +185,7 @@ VGG += [(0.2, 102.8, 0.004), (0.03, 16.8, 0.004), (0.008, 4.1, 0.001)]
 def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one(levels):
     seconds = 32 / 12e3  # for a GFLOP an image, 32 images, 12 TFLOP/s
     layers = [
-        jpipe.LayerCost(flops * seconds, 2 * flops * seconds, outputs=int(32 * 4e6 * out), weights=int(4e6 * weights))
+        jpipe.programs.LayerCost(flops * seconds, 2 * flops * seconds, outputs=int(32 * 4e6 * out), weights=int(4e6 * weights))
         for flops, weights, out in VGG
     ]
     topology = Topology(levels=[{"count": count, "bandwidth": "25 Gbit/s"} for count in levels])
@@ -192,21 +195,25 @@ def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one
 
 
 def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
-    layers = [jpipe.LayerCost(1.0, 2.0, weights=1000), jpipe.LayerCost(2.0, 4.0, weights=1000)]
+    layers = [jpipe.programs.LayerCost(1.0, 2.0, weights=1000), jpipe.programs.LayerCost(2.0, 4.0, weights=1000)]
     found = search(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
     assert found.workers == 2
     assert found.bound == ("stage", 1)
 
 
 def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
-    layers = [jpipe.LayerCost(1.0, 2.0, outputs=9, weights=100), jpipe.LayerCost(1.0, 2.0, outputs=9), jpipe.LayerCost(3.0, 6.0)]
+    layers = [
+        jpipe.programs.LayerCost(1.0, 2.0, outputs=9, weights=100),
+        jpipe.programs.LayerCost(1.0, 2.0, outputs=9),
+        jpipe.programs.LayerCost(3.0, 6.0),
+    ]
     found = search(Problem(layers, Topology.flat(3, bandwidth=1.0)))  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more worker
     assert [(stage.stop, stage.replicas) for stage in found.stages] == [(2, 1), (3, 1)]
     assert (found.seconds, found.bound) == (9.0, ("stage", 1))
 
 
 def test_the_plan_of_a_partition():
-    layers = [jpipe.LayerCost(1.0, 1.0, residuals={"none": 5}, weights=8)] * 3
+    layers = [jpipe.programs.LayerCost(1.0, 1.0, residuals={"none": 5}, weights=8)] * 3
     stages = [Placed(0, 1, 0, 3), Placed(1, 3, 3, 2, "full")]
     problem = Problem(layers, Topology.flat(6, bandwidth=1.0), policies=("none", "full"), sync_state=False)
     plan = evaluate(problem, stages).plan("abc", problem)
@@ -218,7 +225,7 @@ def test_the_plan_of_a_partition():
 
 
 def test_policies_that_cannot_be_counted_are_refused():
-    layers = [jpipe.LayerCost(1.0, 1.0, residuals={"none": 5}), jpipe.LayerCost(1.0, 1.0)]
+    layers = [jpipe.programs.LayerCost(1.0, 1.0, residuals={"none": 5}), jpipe.programs.LayerCost(1.0, 1.0)]
     with pytest.raises(jpipe.InputError, match=r"layer 1 has no residual bytes for 'none', found \[\]; leave out this policy"):
         Problem(layers, Topology.flat(2, bandwidth=1.0), memory=100.0)
     with pytest.raises(jpipe.InputError, match="at least one recomputation policy"):

@@ -14,7 +14,7 @@ def _plan(replicas=1, schedule="pipedream", microbatches=4, stages=2, **fields):
 
 
 def _costs(plan, **fields):
-    return [jpipe.StageCost(1.0, 2.0, **fields) for _ in plan.stages]
+    return [jpipe.programs.StageCost(1.0, 2.0, **fields) for _ in plan.stages]
 
 
 def _servers(count, size, inner, outer, **fields):

@@ -12,7 +12,7 @@ from train.config.config import CheckpointConfig
 from train.launch.together import Together
 
 
-class Heard(jpipe.Processes):
+class Heard(jpipe.processes.Processes):
     """One of some processes that hear each other at once; notes how long others may wait for it."""
 
     def __init__(self, index, count, told):
@@ -29,7 +29,7 @@ class Heard(jpipe.Processes):
         return contextlib.nullcontext()
 
 
-class Taken(jpipe.Cut):
+class Taken(jpipe.runtime.Cut):
     """A cut that is there at once and holds nothing."""
 
     complete = True

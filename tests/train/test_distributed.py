@@ -16,7 +16,8 @@ import jax
 import pytest
 import yaml
 
-from jpipe import InputError, PeerLost, Processes, join_processes
+from jpipe import InputError, PeerLost, join_processes
+from jpipe.processes import Processes
 from train import commands
 from train.cli import main
 from train.launch import distributed, rendezvous

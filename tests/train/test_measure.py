@@ -93,7 +93,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("schedule", jpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
     summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))
     predicted, measured = summary.predicted, summary.measured
@@ -107,13 +107,17 @@ def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
 
 
 def test_what_a_worker_measured_travels_as_numbers():
-    spans = [jpipe.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5), jpipe.Span("F", 2**40, 0, -1.0, 0.0), jpipe.Span("B", 0, 1, 3.0, 4.0)]
-    samples = [jpipe.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.MemorySample(0.2, {}, 5, 6, 7, 8)]
+    spans = [
+        jpipe.programs.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5),
+        jpipe.programs.Span("F", 2**40, 0, -1.0, 0.0),
+        jpipe.programs.Span("B", 0, 1, 3.0, 4.0),
+    ]
+    samples = [jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)]
     for held in (spans, samples), ([], samples), (spans, []):
         assert gather.from_numbers(gather.numbers(*held)) == tuple(map(tuple, held))
 
 
-class Told(jpipe.Processes):
+class Told(jpipe.processes.Processes):
     """One of several processes that are threads: what is told is kept by all until it is asked for."""
 
     def __init__(self, index, everyone):
@@ -138,8 +142,8 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, mon
     pipe, _ = build.build(changed(tiny, plan={"num_stages": 3, "schedule": "gpipe"}), Reporter(1, 1, "tokens"))
     homes = (0, 2, 1)
     vars(pipe)["devices"] = tuple(types.SimpleNamespace(process_index=home) for home in homes)
-    spans = [(jpipe.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
-    samples = [(jpipe.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
+    spans = [(jpipe.programs.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
+    samples = [(jpipe.programs.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
     everyone: list[Told] = []
     processes = [Told(index, everyone) for index in range(3)]
 
@@ -147,10 +151,10 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, mon
         return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))
 
     def gathered(process):
-        return gather.gather(process, pipe, "a trace", jpipe.Trace(own(spans, process.index), own(samples, process.index)))
+        return gather.gather(process, pipe, "a trace", jpipe.runtime.Trace(own(spans, process.index), own(samples, process.index)))
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(gathered, processes)) == [jpipe.Trace(tuple(spans), tuple(samples)), None, None]
+        assert list(pool.map(gathered, processes)) == [jpipe.runtime.Trace(tuple(spans), tuple(samples)), None, None]
     assert [process.kept for process in processes] == [{}, {}, {}]
 
 

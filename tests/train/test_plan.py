@@ -140,7 +140,7 @@ def test_clipping_leaves_the_schedules_that_flush(files, capsys):
     out = planned(capsys, *arguments)
     assert "left out, for they never flush and optimizer.clip_global_norm needs that: pipedream, pipedream_2bw\n" in out
     assert not re.search(r"^\d+ +pipedream(_2bw)? ", out, re.MULTILINE)
-    assert jpipe.SCHEDULES[jpipe.Plan.from_json(Path("plan.json").read_text()).schedule].flushes
+    assert jpipe.schedules.SCHEDULES[jpipe.Plan.from_json(Path("plan.json").read_text()).schedule].flushes
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):

@@ -57,7 +57,7 @@ def preempt_at(monkeypatch, step):
     monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
 
 
-class Mailbox(jpipe.Processes):
+class Mailbox(jpipe.processes.Processes):
     """Processes whose words arrive at once; nobody waits, so asking for what was not told yet is a mistake."""
 
     def __init__(self, index, everyone):

@@ -27,13 +27,13 @@ def rows_of(steps=STEPS) -> list[dict]:
     return rows
 
 
-def window(slower: float = 1.0, memory: bool = True) -> jpipe.Window:
+def window(slower: float = 1.0, memory: bool = True) -> jpipe.programs.Window:
     """Three batches of a pipeline of three stages that is `slower` than its costs say."""
     plan = jpipe.Plan.even("abc", num_stages=3, schedule="pipedream_2bw", microbatches=3)
     cost = {"weights": 12_000_000, "sums": 12_000_000, "residuals": 5_000_000, "optimizer": 24_000_000}
-    costs = [jpipe.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3
+    costs = [jpipe.programs.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3
     run = jpipe.simulate(jpipe.lower(plan, batches=6), costs)
-    return jpipe.cut_window(run.timeline, run.memory if memory else ((), (), ()), 3, first=2, batches=3)
+    return jpipe.programs.cut_window(run.timeline, run.memory if memory else ((), (), ()), 3, first=2, batches=3)
 
 
 def report(**parts) -> Report:
@@ -178,8 +178,12 @@ def test_a_prediction_alone_is_shown_as_one(tmp_path):
 
 
 def test_a_comparison_is_of_what_both_know():
-    predicted = jpipe.Window(((),), ((jpipe.MemorySample(0.0, {0: 1500}, 0, 0, 0, 0),), ()), seconds=0.5, batches=4, bubble=0.2)
-    measured = jpipe.Window(((),), ((jpipe.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25)
+    predicted = jpipe.programs.Window(
+        ((),), ((jpipe.programs.MemorySample(0.0, {0: 1500}, 0, 0, 0, 0),), ()), seconds=0.5, batches=4, bubble=0.2
+    )
+    measured = jpipe.programs.Window(
+        ((),), ((jpipe.programs.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25
+    )
     step, bubble, peak = compare(predicted, measured)  # nothing is known of the second worker's memory
     assert step == Comparison("time of a step", "125 ms", "250 ms", "2.00")
     assert bubble == Comparison("bubble (idle share)", "20.0%", "25.0%", "1.25")
@@ -190,14 +194,16 @@ def test_a_comparison_is_of_what_both_know():
 
 def test_what_was_measured_stands_beside_what_was_planned():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
-    found = as_predicted(plan, measured, [jpipe.StageCost(temporary=1000), jpipe.StageCost(temporary=2000, inputs=300)])
+    found = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
     assert found.batch_seconds == measured.step_seconds
     assert found.peak_bytes == (measured.peak_bytes[0] + 1000, measured.peak_bytes[1] + 2000)
     fused = as_predicted(
-        plan.model_copy(update={"schedule": "pipedream"}), measured, [jpipe.StageCost(), jpipe.StageCost(inputs=300, labels=40)]
+        plan.model_copy(update={"schedule": "pipedream"}),
+        measured,
+        [jpipe.programs.StageCost(), jpipe.programs.StageCost(inputs=300, labels=40)],
     )
     assert fused.peak_bytes[1] == measured.peak_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
-    planned = jpipe.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
+    planned = jpipe.plan.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
     rows = compare_with_plan(planned, found)
     assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
     assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stage {s}" for s in (0, 1)]

@@ -19,7 +19,8 @@ import jax
 import pytest
 import yaml
 
-from jpipe import InputError, PeerLost, Plan, Processes
+from jpipe import InputError, PeerLost, Plan
+from jpipe.processes import Processes
 from jpipe.processes._coordinator import Desk
 from tests.train.conftest import changed
 from train import cli

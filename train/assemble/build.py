@@ -57,7 +57,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
 
 
-def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.LayerSpec]:
+def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.model.LayerSpec]:
     """Shapes and dtypes around each layer, by its id."""
 
     def microbatch_spec(rows: Any) -> jax.ShapeDtypeStruct:

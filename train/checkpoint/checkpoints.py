@@ -9,7 +9,7 @@ import jpipe
 from train.config.config import CheckpointConfig
 from train.launch.together import Together
 
-Observer = Callable[[jpipe.Event], None]
+Observer = Callable[[jpipe.runtime.Event], None]
 
 _PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
 
@@ -49,7 +49,7 @@ class Checkpoints:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
         self._together = together
-        self._cuts: list[jpipe.Cut] = []  # not handed over yet, in order
+        self._cuts: list[jpipe.runtime.Cut] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
@@ -78,7 +78,7 @@ class Checkpoints:
         if len(observers) < 2:
             return observers[0] if observers else None
 
-        def observe(event: jpipe.Event) -> None:
+        def observe(event: jpipe.runtime.Event) -> None:
             for observer in observers:
                 observer(event)
 
@@ -130,7 +130,7 @@ class Checkpoints:
         self._cuts.clear()
         self._thread.shutdown(wait=True)
 
-    def _write(self, cut: jpipe.Cut, facts: Mapping[str, Any]) -> None:
+    def _write(self, cut: jpipe.runtime.Cut, facts: Mapping[str, Any]) -> None:
         from jpipe.checkpoints import files, save
 
         save(self._folder, cut, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)

@@ -58,7 +58,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for layer_id, parts in layers.items():
-        if jpipe.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
+        if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
             continue  # what another replica of that layer has of its own
         trees = {layer_id: parts.get("params", {}).get("0", {}), state_name(layer_id): parts.get("state", {})}
         for before, tree in trees.items():
@@ -75,7 +75,7 @@ def _averaged(folder: Path, step: int, layers: dict[str, Any]) -> dict[str, Any]
     plan = facts.get("plan") if isinstance(facts, Mapping) else None
     if isinstance(plan, str) and not jpipe.Plan.from_json(plan, where=f"the plan of the checkpoint of step {step}").sync_state:
         return layers
-    return jpipe.average_replicas(layers)
+    return jpipe.runtime.average_replicas(layers)
 
 
 def by_path(tree: Any) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
     try:
         facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
-        raise jpipe.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
+        raise jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
     return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 

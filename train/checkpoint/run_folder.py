@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from jpipe import InputError, Plan, Predicted
+from jpipe import InputError, Plan
 from jpipe.files import TEMPORARY, open_to_append, read_bytes, resolved, shown, write_atomically
+from jpipe.plan import Predicted
 from train.config.config import Config
 from train.config.config_file import MOST_BYTES, to_yaml
 from train.console import interrupt

@@ -17,7 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from jpipe import RECOMPUTE, SCHEDULES, nearest
+from jpipe.errors import nearest
+from jpipe.plan import RECOMPUTE
+from jpipe.schedules import SCHEDULES
 from train.config import entry_point, optax_names
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pydantic
 
-from jpipe import InputError, explain
+from jpipe import InputError
+from jpipe.errors import explain
 from jpipe.files import expanded, read_text
 from planner.machine.plain_yaml import dump, parse
 from train.config.config import Config

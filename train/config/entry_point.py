@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jpipe
-from jpipe import InputError, nearest
+from jpipe import InputError
+from jpipe.errors import nearest
 from jpipe_command import OUR_PACKAGES
 from train.config.arguments import check_names
 from train.console import interrupt

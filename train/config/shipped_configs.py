@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jpipe import InputError, nearest
+from jpipe import InputError
+from jpipe.errors import nearest
 from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"

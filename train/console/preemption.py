@@ -42,7 +42,7 @@ class Preemption:
         cut: the step of the checkpoint that is taken because of it; None before.
     """
 
-    def __init__(self, processes: jpipe.Processes | None, *, saves: bool) -> None:
+    def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool) -> None:
         self._processes, self._saves = processes, saves
         self._noted: int | None = None  # the first signal that came to this process
         self._passed_on = False
@@ -103,14 +103,14 @@ class Preemption:
             return "save"
         return "leave" if is_saved() else "go on"
 
-    def _decided(self, processes: jpipe.Processes, step: int) -> Order:
+    def _decided(self, processes: jpipe.processes.Processes, step: int) -> Order:
         """What process 0 has announced, a step ago; before the first step it has not."""
         if not self._announced:
             return "go on"
         (number,) = processes.told(_name(step), 0, f"word from process 0 about step {step}")
         return _ORDERS[int(number)]
 
-    def _announce(self, processes: jpipe.Processes, step: int, is_saved: Callable[[], bool]) -> None:
+    def _announce(self, processes: jpipe.processes.Processes, step: int, is_saved: Callable[[], bool]) -> None:
         self._announced = True
         if self._noted is not None and not self._passed_on:
             self._passed_on = True

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from jpipe import InputError, Processes, join_processes
-from jpipe.processes import handshake
+from jpipe import InputError, join_processes
+from jpipe.processes import Processes, handshake
 from train.launch import jax_runtime, rendezvous
 from train.launch.rendezvous import Address
 

@@ -10,7 +10,7 @@ _OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
 _PIECE = 2**16  # numbers told at once: a megabyte of text, of the sixteen that a line of the channel may have
 
 
-def gather(processes: jpipe.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.Trace) -> jpipe.Trace | None:
+def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
     """The trace of all workers in process 0, None in the others; all call it.
 
     Args:
@@ -31,17 +31,17 @@ def gather(processes: jpipe.Processes, pipe: jpipe.Pipeline, name: str, trace: j
         told = _told(processes, f"{name}, worker {w}", home)
         if processes.index == 0:
             rows[w], memory[w] = from_numbers(told)
-    return jpipe.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
+    return jpipe.runtime.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
 
 
-def _tell(processes: jpipe.Processes, message: str, values: Sequence[float]) -> None:
+def _tell(processes: jpipe.processes.Processes, message: str, values: Sequence[float]) -> None:
     """In pieces, each with the number of those after it."""
     starts = range(0, len(values), _PIECE)
     for piece, start in enumerate(starts):
         processes.tell(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
 
 
-def _told(processes: jpipe.Processes, message: str, home: int) -> list[float]:
+def _told(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
     """What `_tell` told."""
     found: list[float] = []
     for piece in itertools.count():
@@ -52,7 +52,7 @@ def _told(processes: jpipe.Processes, message: str, home: int) -> list[float]:
     return found
 
 
-def numbers(spans: Sequence[jpipe.Span], samples: Sequence[jpipe.MemorySample]) -> list[float]:
+def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.programs.MemorySample]) -> list[float]:
     """One worker's row as numbers; `from_numbers` reads them."""
     found: list[float] = [len(spans)]
     for span in spans:
@@ -63,7 +63,7 @@ def numbers(spans: Sequence[jpipe.Span], samples: Sequence[jpipe.MemorySample]) 
     return list(map(float, found))
 
 
-def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.Span, ...], tuple[jpipe.MemorySample, ...]]:
+def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ...], tuple[jpipe.programs.MemorySample, ...]]:
     """The spans and samples that `numbers` wrote."""
     left = iter(found)
 
@@ -71,12 +71,12 @@ def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.Span, ...], tuple[
         return int(next(left))
 
     spans = tuple(
-        jpipe.Span(_OPS[whole()], whole(), whole(), next(left), next(left), bool(next(left)), next(left), next(left))
+        jpipe.programs.Span(_OPS[whole()], whole(), whole(), next(left), next(left), bool(next(left)), next(left), next(left))
         for _ in range(whole())
     )
     samples = []
     for time in left:
         sizes = [whole() for _ in range(4)]
         weights = {whole(): whole() for _ in range(whole())}
-        samples.append(jpipe.MemorySample(time, weights, *sizes))
+        samples.append(jpipe.programs.MemorySample(time, weights, *sizes))
     return spans, tuple(samples)

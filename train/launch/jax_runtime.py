@@ -35,7 +35,7 @@ def start(
         InputError: JAX cannot connect them.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # With it JAX would catch SIGTERM from here on, also where the process is to end at once; jpipe agrees by itself (train/console/preemption.py).
+    # With it JAX would catch SIGTERM from here on, also where the process is to end at once; see train/console/preemption.py.
     jax.config.update("jax_enable_preemption_service", False)
     # Without it JAX ends all processes when one of them dies, before they can say which. When process 0 does, it ends them anyway.
     jax.config.update("jax_enable_recoverability", True)

@@ -61,12 +61,12 @@ def main(
 
     When one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same with the signal that this process
     gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. A run that writes checkpoints saves at them, and
-    ends well where `grace` is enough for that (`train.console.preemption`). On Linux the processes end, too, when this one is killed; elsewhere
-    they lose it and go on.
+    ends well where `grace` is enough for that (`train.console.preemption`). On Linux the processes end, too, when this one is killed;
+    elsewhere they lose it and go on.
 
     A job that was ended by such a signal or by bad input is not started again. All attempts have the same command and the same
-    `JPIPE_JOB`, by which they find their run folder (`train.checkpoint.run_folder`); each has a port of its own. The processes of a job share a
-    secret that nobody else knows, and listen at loopback addresses only.
+    `JPIPE_JOB`, by which they find their run folder (`train.checkpoint.run_folder`); each has a port of its own. The processes of a job
+    share a secret that nobody else knows, and listen at loopback addresses only.
 
     Args:
         num_processes: how many.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 # 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
 _LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
-_joined: jpipe.Processes | None = None  # one run a process, as of JAX's runtime
+_joined: jpipe.processes.Processes | None = None  # one run a process, as of JAX's runtime
 
 
 class ToldElsewhere(Exception):
@@ -58,7 +58,7 @@ class Together:
         all_know: whether all processes end for a reason that all know.
     """
 
-    def __init__(self, processes: jpipe.Processes | None) -> None:
+    def __init__(self, processes: jpipe.processes.Processes | None) -> None:
         self.processes = processes
         self.index = 0 if processes is None else processes.index
         self.is_first = self.index == 0

@@ -120,8 +120,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
     for name in request.schedules:
-        if name not in jpipe.SCHEDULES:
-            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.nearest(name, jpipe.SCHEDULES)}")
+        if name not in jpipe.schedules.SCHEDULES:
+            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, jpipe.schedules.SCHEDULES)}")
     for option, path, ending in (
         ("--out", files.out, ".json"),
         ("--profile-out", files.profile_out, ".json"),

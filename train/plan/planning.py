@@ -182,8 +182,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     Raises:
         InputError: no plan has such a batch, or clips with the schedules that are asked for.
     """
-    allowed = request.schedules or tuple(jpipe.SCHEDULES)
-    schedules = tuple(name for name in allowed if not clips or jpipe.SCHEDULES[name].flushes)
+    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
+    schedules = tuple(name for name in allowed if not clips or jpipe.schedules.SCHEDULES[name].flushes)
     if not schedules:
         raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
     if len(schedules) < len(allowed):
@@ -199,7 +199,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
     used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.SCHEDULES) else ""
+        asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.schedules.SCHEDULES) else ""
         limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
         raise InputError(
             f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "

@@ -50,12 +50,12 @@ def main(
     if png is not None and Path(png).suffix.lower() != ".png":
         raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
     plan, costs = read(source, overrides, allow_code)
-    warm_up = jpipe.batches_until_full(plan)
+    warm_up = jpipe.programs.batches_until_full(plan)
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
     prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
     long = jpipe.simulate(jpipe.lower(plan, stride + 3), costs)
-    steady = jpipe.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
+    steady = jpipe.programs.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
     workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
@@ -76,7 +76,7 @@ def main(
     )
 
 
-def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...] | None]:
+def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...] | None]:
     """The plan of a file, and what its stages cost if the file is a config."""
     path = expanded(source, "simulate")
     if not looks_like_a_plan(path):
@@ -100,7 +100,7 @@ def read_text(path: Path) -> str:
     return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
 
 
-def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.StageCost, ...]]:
+def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
     """The plan of a config, and what its stages hold and move: exact, from shapes alone."""
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
     pipe, batches = build(config, silent)
@@ -124,7 +124,7 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
+def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
     """What can be said of each worker; sizes only where they are known."""
     replicated = len(plan.workers) > plan.depth
     head = ["worker", *(["stage·replica"] if replicated else []), "layers", "recompute", "in flight", "versions"]
@@ -132,7 +132,7 @@ def table(plan: jpipe.Plan, prediction: jpipe.Prediction, batches: int, *, sized
     for w, (s, replica) in enumerate(plan.workers):
         stage = plan.stages[s]
         named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
-        in_flight = jpipe.SCHEDULES[plan.schedule].in_flight(plan, s)
+        in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
         row = [str(w), *([f"{s}·{replica}"] if replicated else []), " ".join(named), stage.recompute]
         row += [str(in_flight), str(prediction.versions_alive[w])]
         sizes = [decimal(prediction.moved_bytes[w] // batches), decimal(prediction.peak_bytes[w])]
@@ -157,7 +157,7 @@ def cut_grid(grid: str, width: int) -> str:
     return "\n".join([*(line[: kept[-1]] for line in lines), f"… the first {len(kept)} of {len(ends)} ticks; --png draws them all"])
 
 
-def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.Prediction, *, sized: bool) -> list[str]:
+def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
     """Write the timeline and, where sizes are known, the memory; tells where."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches a batch (a unit is one forward)"
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)

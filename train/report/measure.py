@@ -32,20 +32,20 @@ class Measure:
     def __init__(
         self,
         pipe: jpipe.Pipeline,
-        costs: Sequence[jpipe.StageCost],
+        costs: Sequence[jpipe.programs.StageCost],
         steps: int,
         every: int,
         batches: int,
-        processes: jpipe.Processes | None = None,
+        processes: jpipe.processes.Processes | None = None,
         first: int = 0,
     ) -> None:
         self._processes, self._start = processes, first
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
-        self._full = jpipe.batches_until_full(pipe.plan)
+        self._full = jpipe.programs.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
         self._first = self._batches = 0  # of the window that is traced
         self._window = 0, 0  # the same of the last one that was measured
-        self.measured: jpipe.Window | None = None
+        self.measured: jpipe.programs.Window | None = None
 
     def observer(self, step: int) -> jpipe.Tracer | None:
         """What `Pipeline.step` is to be observed with at `step`, if anything; finishes the window that the step before ended."""
@@ -69,8 +69,8 @@ class Measure:
             if everyones is None:
                 return
             trace = everyones
-        self._costs = jpipe.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
-        self.measured = jpipe.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
+        self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
+        self.measured = jpipe.programs.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
     def close(self) -> None:
         """Give up what is traced, if anything is: the run stops."""
@@ -79,13 +79,13 @@ class Measure:
             self._tracer = None
 
     @cached_property
-    def predicted(self) -> jpipe.Window | None:
+    def predicted(self) -> jpipe.programs.Window | None:
         """The measured window as simulated; only asked for at the end, for it takes a while. None where it would take minutes."""
         plan = self._pipe.plan
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
             return None
-        return jpipe.predict_window(plan, self._costs, *self._window, clips=self._pipe.clip_global_norm is not None)
+        return jpipe.programs.predict_window(plan, self._costs, *self._window, clips=self._pipe.clip_global_norm is not None)
 
     def _fitting(self, step: int) -> int:
         """How many batches a window that begins to be traced at `step` can have; 0: none is to begin."""

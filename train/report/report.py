@@ -47,8 +47,8 @@ class Report:
     title: str
     facts: Mapping[str, str]
     rows: Sequence[Mapping[str, int | float]]
-    predicted: jpipe.Window | None = None
-    measured: jpipe.Window | None = None
+    predicted: jpipe.programs.Window | None = None
+    measured: jpipe.programs.Window | None = None
     unit: str = "nats a byte"
     processes: int = 1
     workers: Sequence[tuple[int, int]] = ()
@@ -56,7 +56,7 @@ class Report:
     parts: Sequence[Part] = ()
 
     @property
-    def windows(self) -> dict[str, jpipe.Window]:
+    def windows(self) -> dict[str, jpipe.programs.Window]:
         """Those that there are, by name."""
         both = {"predicted": self.predicted, "measured": self.measured}
         return {name: window for name, window in both.items() if window is not None}
@@ -71,7 +71,7 @@ class Comparison(NamedTuple):
     ratio: str
 
 
-def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> list[Comparison]:
+def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None) -> list[Comparison]:
     """Step time, bubble and the peak memory of each worker, side by side."""
     windows = predicted, measured
     workers = max((len(window.memory) for window in windows if window), default=0)
@@ -86,7 +86,7 @@ def compare(predicted: jpipe.Window | None, measured: jpipe.Window | None) -> li
     return rows
 
 
-def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, costs: Sequence[jpipe.StageCost]) -> jpipe.Predicted:
+def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
     """What was measured of a plan in the terms of the planner's prediction.
 
     Args:
@@ -96,18 +96,18 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.Window, costs: Sequence[jpipe
     """
     held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
     peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
-    return jpipe.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+    return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
 
 
-def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.StageCost]) -> list[int]:
+def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
     """What each stage holds only while a program runs: its scratch memory, and what forward and backward in one use up."""
     found = [cost.temporary for cost in costs]
-    if jpipe.SCHEDULES[plan.schedule].in_flight(plan, plan.depth - 1) == 1:
+    if jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, plan.depth - 1) == 1:
         found[-1] += costs[-1].inputs + costs[-1].labels
     return found
 
 
-def compare_with_plan(predicted: jpipe.Predicted, measured: jpipe.Predicted) -> list[Comparison]:
+def compare_with_plan(predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
     """What the planner predicted beside what was measured."""
     rows = [
         _comparison("time of a step", _time, [predicted.batch_seconds, measured.batch_seconds]),
@@ -118,7 +118,7 @@ def compare_with_plan(predicted: jpipe.Predicted, measured: jpipe.Predicted) -> 
     return rows
 
 
-def why_slower(predicted: jpipe.Window | None, measured: jpipe.Window | None, processes: int = 1) -> str | None:
+def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, processes: int = 1) -> str | None:
     """What makes measured steps of so many processes take much longer than predicted, in words; None where they do not."""
     if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
         return None

@@ -24,7 +24,7 @@ class Stage:
     workers: tuple[int, ...]
 
 
-def table(stages: Sequence[Stage], window: jpipe.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of the table; the times are medians over the computations of a window, `–` where there is none."""
     kinds = [op for op in _KINDS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
     head = "stage", "layers", "parameters", *(_KINDS[op] for op in kinds), *(() if window is None else ("busy",))
@@ -39,7 +39,7 @@ def table(stages: Sequence[Stage], window: jpipe.Window | None) -> tuple[tuple[s
     return head, rows
 
 
-def _spans(window: jpipe.Window, stage: Stage) -> Iterator[jpipe.Span]:
+def _spans(window: jpipe.programs.Window, stage: Stage) -> Iterator[jpipe.programs.Span]:
     return (span for w in stage.workers for span in window.timeline[w])
 
 

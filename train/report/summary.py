@@ -36,8 +36,8 @@ class Summary:
     val_loss_after: float | None
     seconds: float
     folder: Path | None
-    predicted: jpipe.Window | None
-    measured: jpipe.Window | None
+    predicted: jpipe.programs.Window | None
+    measured: jpipe.programs.Window | None
     planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
     stopped_by: int | None = None
 

@@ -133,7 +133,7 @@ def run(
             + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
         )
         if several or len(plan.workers) > plan.depth:
-            for line in jpipe.placement_grid(plan, pipe.devices).splitlines():
+            for line in jpipe.runtime.placement_grid(plan, pipe.devices).splitlines():
                 reporter.say(line)
         with reporter.phase(f"compiling {count(plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, together, resumed, given)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._errors import InputError, nearest
-from jpipe._plan import Plan
+from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe.model._stack import LayerStack
+from jpipe.plan import Plan
 from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
 from jpipe.processes.handshake import find_secret
@@ -54,8 +54,8 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
         limit: seconds that the first call waits for the others.
         wait: seconds without progress in any process after which the run is given up; by the first call, the same in all processes.
             More than the longest computation of a microbatch takes, and whatever is done in one process alone.
-        secret: that all processes share, to recognize each other by (`jpipe.processes.handshake`); that of the variable `JPIPE_SECRET` where not
-            given. Without one whoever reaches JAX's coordinator can join.
+        secret: that all processes share, to recognize each other by (`jpipe.processes.handshake`); that of the variable `JPIPE_SECRET`
+            where not given. Without one whoever reaches JAX's coordinator can join.
 
     Raises:
         InputError: process 0 cannot be reached or has another secret, the secret is too short, or the wait is no time.

@@ -12,8 +12,10 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jpipe._errors import InputError, explain, nearest, short, shortened
+from jpipe.errors import InputError, explain, nearest, short, shortened
 from jpipe.schedules import SCHEDULES
+
+__all__ = ["RECOMPUTE", "Predicted", "read_json"]  # the others are in jpipe itself
 
 FORMAT = "jpipe-plan/1"
 RECOMPUTE = (
@@ -85,7 +87,7 @@ class Plan(pydantic.BaseModel):
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
-        schedule: a name of `jpipe.SCHEDULES`.
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
         microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
         stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
@@ -225,7 +227,7 @@ class Plan(pydantic.BaseModel):
         Args:
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
-            schedule: a name of `jpipe.SCHEDULES`.
+            schedule: a name of `jpipe.schedules.SCHEDULES`.
             microbatches: microbatches an update, over all replicas.
             replicas: of every stage, or one number for each.
             recompute: a policy for all stages, or one for each.

@@ -12,6 +12,8 @@ from typing import Any
 
 import pydantic
 
+__all__ = ["explain", "nearest"]  # the others are in jpipe itself
+
 
 class InputError(ValueError):
     """Something the caller gave does not fit: the message says where, what was expected, what was found, what to change.

@@ -1,0 +1,51 @@
+from . import checkpoints, errors, files, model, plan, processes, programs, runtime, schedules, stages
+from .errors import InputError
+from .model._layer import Layer
+from .model._stack import LayerStack
+from .pipeline import Pipeline, join_processes
+from .plan import Plan, Stage
+from .processes._membership import PeerLost
+from .programs._costs import Link
+from .programs._lower import lower
+from .programs._simulate import simulate
+from .runtime._host_memory import keep_freed_memory
+from .runtime._metrics import Evaluation, Mean, Metrics
+from .runtime._state import State
+from .runtime._trace import Tracer
+from .viz._draw import draw_memory, draw_timeline
+from .viz._perfetto import to_perfetto
+
+__version__: str
+
+__all__ = [
+    "Evaluation",
+    "InputError",
+    "Layer",
+    "LayerStack",
+    "Link",
+    "Mean",
+    "Metrics",
+    "PeerLost",
+    "Pipeline",
+    "Plan",
+    "Stage",
+    "State",
+    "Tracer",
+    "checkpoints",
+    "draw_memory",
+    "draw_timeline",
+    "errors",
+    "files",
+    "join_processes",
+    "keep_freed_memory",
+    "lower",
+    "model",
+    "plan",
+    "processes",
+    "programs",
+    "runtime",
+    "schedules",
+    "simulate",
+    "stages",
+    "to_perfetto",
+]
