@@ -33,10 +33,11 @@ test-all: .venv/ready ## Run all tests, and those marked `newest` once more on t
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_newest,-m newest)
 
-check: .venv/ready ## Format, lint, types, and the wheel built and used in an empty folder
+check: .venv/ready ## Format, lint, types, directions of imports, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
 	@$(VENV)/mypy
+	@$(VENV)/lint-imports --no-logo --no-cache
 	@.ci/check-wheel
 
 wheel: .venv/ready ## Build the wheel into dist/

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jpipe
+from docs import imports
 from planner.ranking.draw import draw_choice
 from train.config import config_file
 from train.console.progress import Reporter
@@ -46,6 +47,7 @@ def main() -> None:
     figure = jpipe.draw_timeline(asynchronous, title=f"Which weights a microbatch reads: {what}, no flush", unit="forwards")
     figure.savefig(FOLDER / "versions.png")
     draw_plans()
+    imports.picture().savefig(FOLDER / "imports.png", dpi=80)
 
 
 if __name__ == "__main__":

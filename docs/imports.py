@@ -1,0 +1,76 @@
+"""The picture of the rooms of each package and of what they import, read from the code by Grimp (`make pictures`)."""
+
+from typing import Any
+
+import grimp
+import matplotlib.axes
+from matplotlib.figure import Figure
+
+PACKAGES = "jpipe", "planner", "train"
+
+
+def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:
+    """The children of a package with how many modules each has, and which others each of them imports."""
+    graph = grimp.build_graph(package)
+    children = sorted(graph.find_children(package))
+    sizes = {child: sum(not graph.find_children(module) for module in {child, *graph.find_descendants(child)}) for child in children}
+    imports = {child: {other for other in children if other != child and _imports(graph, child, other)} for child in children}
+    return sizes, imports
+
+
+def _imports(graph: Any, importer: str, imported: str) -> bool:
+    inside = {importer, *graph.find_descendants(importer)}
+    targets = {imported, *graph.find_descendants(imported)}
+    return any(graph.find_modules_directly_imported_by(module) & targets for module in inside)
+
+
+def heights(imports: dict[str, set[str]]) -> dict[str, int]:
+    """For each room one more than the highest that it imports.
+
+    Raises:
+        ValueError: rooms that import each other in a circle.
+    """
+    found: dict[str, int] = {}
+    while len(found) < len(imports):
+        ready = [name for name, others in imports.items() if name not in found and others <= found.keys()]
+        if not ready:
+            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - found.keys()))}")
+        found |= {name: 1 + max((found[other] for other in imports[name]), default=-1) for name in ready}
+    return found
+
+
+def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows to draw: without those that a way over other rooms replaces."""
+
+    def behind(name: str) -> set[str]:
+        return imports[name].union(*(behind(other) for other in imports[name]))
+
+    return {(name, other) for name, others in imports.items() for other in others if all(other not in behind(third) for third in others)}
+
+
+def draw(axes: matplotlib.axes.Axes, package: str) -> None:
+    """One package: a box for each room, what is imported below what imports it."""
+    sizes, imports = rooms(package)
+    height = heights(imports)
+    levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
+    places = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
+    for importer, imported in sorted(needed(imports)):
+        (x, y), (below_x, below_y) = places[importer], places[imported]
+        bend = 0.0 if y - below_y == 1 else 0.3 if below_x < x else -0.15  # around the boxes in between
+        arrow = {"arrowstyle": "->", "color": "#777777", "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bend}"}
+        axes.annotate("", (below_x, below_y + 0.25), (x, y - 0.25), arrowprops=arrow)
+    for name, (x, y) in places.items():
+        own = name.removeprefix(f"{package}.")
+        label = own if sizes[name] == 1 else f"{own}\n{sizes[name]} modules"
+        axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round,pad=0.4", "fc": "#EAF2FA", "ec": "#0072B2"})
+    axes.set(title=package, xlim=(0, 1), ylim=(-0.6, len(levels) - 0.4))
+    axes.axis("off")
+
+
+def picture() -> Figure:
+    """All packages side by side."""
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
+    figure.suptitle("What imports what: arrows point to what is imported; those that follow from others are left out", fontsize=10)
+    for axes, package in zip(figure.subplots(1, len(PACKAGES)), PACKAGES, strict=True):
+        draw(axes, package)
+    return figure
