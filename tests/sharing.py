@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import pytest
 
-from jpipe import _compile, _pipeline, _stage
-from train import build, model
+from jpipe.stages import _compile
+from jpipe.stages import _functions as _stage
+from train.assemble import build, model
 
 SETTINGS = (
     "jax_enable_x64",

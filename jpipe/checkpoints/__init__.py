@@ -55,7 +55,7 @@ def save(
         InputError: `folder` cannot be used, `cut` is not complete, or `keep` is below 1.
     """
     if not isinstance(cut, Cut):
-        raise InputError(f"checkpoint: expected a jpipe.Cut, found {type(cut).__name__}; make one with pipe.cut(batch)")
+        raise InputError(f"checkpoint: expected a jpipe.runtime.Cut, found {type(cut).__name__}; make one with pipe.cut(batch)")
     if keep is not None:
         files.check_keep(keep)
     if not cut.complete:
