@@ -27,10 +27,10 @@ from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
 from jpipe.runtime._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
-from jpipe.runtime._metrics import Board, Evaluation, Metrics
+from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._placement import checked_devices, place
 from jpipe.runtime._plain import Plain, filled
-from jpipe.runtime._snapshot import Cut, fitting, restored_worker
+from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState
 from jpipe.runtime._transport import Transport, arrived, progress, to_host
 from jpipe.schedules import SCHEDULES
@@ -180,10 +180,10 @@ class Pipeline:
         return State(workers, batch=0, start=0, made_by=self._fingerprint)
 
     def restore(self, key: jax.Array, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> State:
-        """The state before batch `at` of the run that a `Cut` was made of, and everything compiled, as `init` does.
+        """The state before batch `at` of the run that a `Snapshot` was made of, and everything compiled, as `init` does.
 
         Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
-        schedule, recomputation, processes. Weight versions that the cut has not, which another schedule or depth may read, are
+        schedule, recomputation, processes. Weight versions that the snapshot has not, which another schedule or depth may read, are
         replaced by the newest. Where a stage has another number of replicas than there was, each begins with the mean of their layer
         state; without `sync_state` they take those that were there again and again, in order.
 
@@ -191,7 +191,7 @@ class Pipeline:
             key: of the run, as it was given to `init`.
             batch: as in `init`.
             layers: from `Cut.layers`, with any arrays; those of the layers of this process's workers at least.
-            at: the batch of the cut.
+            at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
 
         Raises:
@@ -212,7 +212,7 @@ class Pipeline:
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
             layers: from `Cut.layers`, those of the layers of this process's workers at least.
-            at: the batch of the cut.
+            at: the batch of the snapshot.
             fresh_optimizer: whatever the optimizer state is, it will not be used.
 
         Raises:
@@ -223,8 +223,8 @@ class Pipeline:
             if self._is_here(w):
                 fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
 
-    def cut(self, batch: int) -> Cut:
-        """What a checkpoint of this run before `batch` is taken with; see `Cut`. `init` or `restore` comes first.
+    def snapshot(self, batch: int) -> Snapshot:
+        """What a checkpoint of this run before `batch` is taken with; see `Snapshot`. `init` or `restore` comes first.
 
         Raises:
             InputError: neither has been called, or `batch` is no integer of 0 or more.
@@ -233,7 +233,7 @@ class Pipeline:
             raise InputError(f"cut: expected the number of a batch, 0 or more, found {batch!r}")
         if self._spec is None:
             raise InputError("cut: this pipeline has no run yet; call init or restore first")
-        return Cut(self.plan, batch, self._stages)
+        return Snapshot(self.plan, batch, self._stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -261,7 +261,7 @@ class Pipeline:
         program, shift = self._steps.program(since, state.batch, False)
         workers, found = self._run(program, shift, state.workers, batch, observe)
         start = state.batch + 1 if SCHEDULES[self.plan.schedule].flushes else state.start
-        return State(workers, state.batch + 1, start, self._average_state != "read", self._fingerprint), self._board.metrics(
+        return State(workers, state.batch + 1, start, self._average_state != "read", self._fingerprint), self._exchange.metrics(
             program, shift, found
         )
 
@@ -329,7 +329,7 @@ class Pipeline:
         }
         data = read_data(program, workers, host, rows_each)
         _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, data)
-        return self._board.evaluation(found, version, list(metrics))
+        return self._exchange.evaluation(found, version, list(metrics))
 
     def params(self, state: State) -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
@@ -345,7 +345,7 @@ class Pipeline:
         found: dict[str, Tree] = {}
         for w, worker in zip(self._stages, state.workers, strict=True):
             if self.plan.stages[self.plan.workers[w][0]].layers[0] not in found:  # replicas hold the same
-                found |= worker.versions[version * self.plan.updates_a_batch(self.plan.workers[w][0])]
+                found |= worker.versions[version * self.plan.updates_per_batch(self.plan.workers[w][0])]
         return _copy(found)
 
     def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
@@ -406,11 +406,11 @@ class Pipeline:
 
     def _meet(self) -> None:
         """All processes are ready from here on."""
-        self._board = Board(self.plan, self.devices, self._processes, self.clip_global_norm is not None)
+        self._exchange = MetricsExchange(self.plan, self.devices, self._processes, self.clip_global_norm is not None)
         if self._processes is not None:
-            self._processes.barrier(f"{self._board.name}: compiled")
+            self._processes.barrier(f"{self._exchange.name}: compiled")
             self._transport.connect()
-            self._processes.barrier(f"{self._board.name}: connected")
+            self._processes.barrier(f"{self._exchange.name}: connected")
 
     def _connect(self, functions: list[StageFunctions], runs: Sequence[Program]) -> None:
         """Compile the transfers between processes."""

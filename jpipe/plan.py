@@ -202,13 +202,13 @@ class Plan(pydantic.BaseModel):
         """The worker of stage s that runs microbatch k."""
         return self.stage_workers[s][k % self.replicas[s]]
 
-    def microbatches_an_update(self, s: int) -> int:
+    def microbatches_per_update(self, s: int) -> int:
         """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
-    def updates_a_batch(self, s: int) -> int:
+    def updates_per_batch(self, s: int) -> int:
         """m / M_s, how many updates stage s makes a batch: 1, or more with update_every "replicas"."""
-        return self.microbatches // self.microbatches_an_update(s)
+        return self.microbatches // self.microbatches_per_update(s)
 
     @classmethod
     def even(

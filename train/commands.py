@@ -64,7 +64,7 @@ def train(
         summary = loop.main(settings, count, connect_limit, wait_limit, resume)
     except InputError as error:
         code = _fail(str(error), 2)
-    except together.ToldElsewhere as error:
+    except together.ReportedElsewhere as error:
         code = _fail(str(error), error.code)
     except (RunStopped, PeerLost) as error:
         code = _fail(printable(str(error)), 1)

@@ -20,7 +20,7 @@ from jpipe.pipeline import Pipeline, join_processes
 from jpipe.processes._membership import Processes
 from jpipe.runtime._batch import Batch
 from jpipe.runtime._plain import Plain
-from jpipe.runtime._snapshot import Cut, layer_of
+from jpipe.runtime._snapshot import Snapshot, layer_of
 from jpipe.runtime._state import State
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
@@ -28,7 +28,7 @@ __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
 
 def save(
     folder: str | Path,
-    cut: Cut,
+    snapshot: Snapshot,
     *,
     facts: Any = None,
     rows: Callable[[], bytes] = lambda: b"",
@@ -36,13 +36,13 @@ def save(
     limit: float = 600.0,
     processes: Processes | None = None,
 ) -> None:
-    """Write a checkpoint, the folder `checkpoints/00000040` for a cut at batch 40; returns when it is whole and on the disk.
+    """Write a checkpoint, the folder `checkpoints/00000040` for a snapshot at batch 40; returns when it is whole and on the disk.
 
     In a run of several processes all call this, each writes the layers it has, and process 0 says that it is complete.
 
     Args:
         folder: of the run; the same for all processes, which share its file system.
-        cut: from `Pipeline.cut`, complete.
+        snapshot: from `Pipeline.snapshot`, complete.
         facts: anything that JSON can say, for `files.read_facts`.
         rows: gives the metrics so far, for `files.read_metrics`; process 0 asks once the parts are written.
         keep: so many of the newest checkpoints stay, older ones are removed; None: all stay. With other rules, see `prune`.
@@ -52,28 +52,32 @@ def save(
     Raises:
         OSError: the disk is full, say; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
-        InputError: `folder` cannot be used, `cut` is not complete, or `keep` is below 1.
+        InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
     """
-    if not isinstance(cut, Cut):
-        raise InputError(f"checkpoint: expected a jpipe.runtime.Cut, found {type(cut).__name__}; make one with pipe.cut(batch)")
+    if not isinstance(snapshot, Snapshot):
+        raise InputError(
+            f"checkpoint: expected a jpipe.runtime.Snapshot, found {type(snapshot).__name__}; make one with pipe.snapshot(batch)"
+        )
     if keep is not None:
         files.check_keep(keep)
-    if not cut.complete:
-        raise InputError(f"checkpoint: expected a complete cut, found one at batch {cut.batch} whose run has not come to it yet; step on")
+    if not snapshot.complete:
+        raise InputError(
+            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
+        )
     place, processes = files.run_folder(folder), processes or join_processes()
     index = 0 if processes is None else processes.index
     problem: OSError | None = None
     try:
-        files.write_layers(place, cut.batch, cut.layers(), index)
+        files.write_layers(place, snapshot.batch, snapshot.layers(), index)
     except OSError as error:
         problem = error
     if index == 0:
-        _complete(place, cut.batch, processes, problem, facts, rows, limit)
+        _complete(place, snapshot.batch, processes, problem, facts, rows, limit)
         if keep is not None:
             prune(place, keep)
         return
     assert processes is not None
-    processes.tell(_ended(cut.batch, index, well=problem is None), [])  # process 0 waits for it
+    processes.tell(_ended(snapshot.batch, index, well=problem is None), [])  # process 0 waits for it
     if problem is not None:
         raise problem
 

@@ -1,8 +1,8 @@
 """The channel between the processes of a run: a star of connections, lines of JSON, one thread a process that does the talking.
 
-Process 0 listens, the others connect. What a process posts goes to process 0, whose `Desk` answers to all. That thread hears and beats
-while the main thread is stuck in a collective, which by itself never raises. No arrays pass here. Who connects proves that it belongs to
-the run (`jpipe.processes.handshake`).
+Process 0 listens, the others connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The thread keeps
+listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass here. Who
+connects proves that it belongs to the run (`jpipe.processes.handshake`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jpipe.errors import InputError
 from jpipe.processes import handshake
-from jpipe.processes._coordinator import Beat, Desk, Message
+from jpipe.processes._coordinator import Beat, Coordinator, Message
 from jpipe.processes.handshake import Caller, Door
 
 _PURPOSE = "channel"  # of these connections, for the handshake
@@ -127,7 +127,7 @@ class Channel:
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
-        self._desk = Desk(count)  # of process 0 alone
+        self._coordinator = Coordinator(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
         self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each of the others
         self._silent: dict[int, int] = {}  # beats since each of them was heard
@@ -282,7 +282,7 @@ class Channel:
             self._peers[0].write(_line(message))
 
     def _decide(self, sender: int, message: Message) -> None:
-        answer = self._desk.answer(sender, message)
+        answer = self._coordinator.answer(sender, message)
         if answer is not None:
             self._broadcast(answer)
             self._take(answer)

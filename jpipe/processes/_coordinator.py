@@ -29,7 +29,7 @@ class Beat:
     still: float = math.inf
 
 
-class Desk:
+class Coordinator:
     """What process 0 decides for all. It takes messages and gives the answer that goes to everybody.
 
     Args:

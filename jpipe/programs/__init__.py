@@ -5,7 +5,7 @@ from jpipe.programs._instructions import Program
 from jpipe.programs._lower import batches_until_full
 from jpipe.programs._simulate import Prediction, ProgramError
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
-from jpipe.programs._window import Window, cut_window, predict_window
+from jpipe.programs._window import Window, extract_window, predict_window
 
 __all__ = [
     "LayerCost",
@@ -20,7 +20,7 @@ __all__ = [
     "Timeline",
     "Window",
     "batches_until_full",
-    "cut_window",
+    "extract_window",
     "format_grid",
     "parse_grid",
     "predict_window",

@@ -125,7 +125,7 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
     """The same instruction so many batches later in the run."""
     if not batches:
         return instruction
-    updates = batches * plan.updates_a_batch(plan.workers[instruction.worker][0])
+    updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
     moved = {"microbatch": batches * plan.microbatches, "version": updates, "batch": updates, "retires": updates}
     fields = {name: getattr(instruction, name) for name in instruction.__slots__}
     return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})

@@ -71,7 +71,7 @@ def batches_until_full(plan: Plan) -> int:
 def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
     """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches."""
     instructions: list[Instruction] = []
-    versions = [batch * plan.updates_a_batch(s) for s in range(plan.depth)]
+    versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
         for s in range(plan.depth):
             k = diagonal - s
@@ -108,7 +108,7 @@ class _Run:
         self.clock = [0 for _ in workers]
         self.pending: list[list[_Pending]] = [[] for _ in workers]  # with a second one, the first has to be made before anything else
         self.backwards = [start * plan.microbatches // plan.replicas[s] for s, _ in plan.workers]
-        self.updates = [start * plan.updates_a_batch(s) for s, _ in plan.workers]
+        self.updates = [start * plan.updates_per_batch(s) for s, _ in plan.workers]
         self.done: dict[tuple[str, int], dict[int, int]] = {(what, s): {} for what in ("forward", "backward", "sum") for s in stages}
         self.arrived: list[dict[int, list[int]]] = [{} for _ in stages]  # by batch, when each replica had its gradients
         self.blocked: dict[tuple[str, int, int], list[int]] = {}  # who waits for (what, stage, microbatch or batch)
@@ -139,7 +139,7 @@ class _Run:
     def _empty_to_empty(self, first: int, end: int, drain: bool) -> None:
         orders = [self._order(s, replica, first, end, drain) for s, replica in self.plan.workers]
         position = [0 for _ in orders]
-        self.updates_before = [first * self.plan.updates_a_batch(s) for s in range(self.plan.depth)]
+        self.updates_before = [first * self.plan.updates_per_batch(s) for s in range(self.plan.depth)]
         self.ready_workers = deque(range(len(orders)))
         while self.ready_workers:
             w = self.ready_workers.popleft()
@@ -206,7 +206,7 @@ class _Run:
         if s > 0:
             self._write(ends, *_transfer(w, plan.worker(s - 1, k), k, "gradient"))
         self._there("backward", s, k, ends)
-        replicas, every = plan.replicas[s], plan.microbatches_an_update(s)
+        replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions

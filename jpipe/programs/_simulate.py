@@ -295,8 +295,8 @@ class _Simulation:
     def _sum(self, w: int, worker: _Worker, batch: int) -> float:
         """When the gradients of the batch, over all replicas, are there."""
         if self.plan.replicas[worker.stage] == 1:
-            if worker.pending != self._backwards_an_update(worker.stage):
-                self._fail(w, f"update {batch} after {worker.pending} backwards, expected {self._backwards_an_update(worker.stage)}")
+            if worker.pending != self._backwards_per_update(worker.stage):
+                self._fail(w, f"update {batch} after {worker.pending} backwards, expected {self._backwards_per_update(worker.stage)}")
             return worker.clock
         ready = self._take(w, "summed", batch)
         if max(place for _, place in self.sums[worker.stage, batch]) > worker.places[worker.position]:
@@ -365,10 +365,10 @@ class _Simulation:
     def _versions_between(self, s: int, replica: int, batch: int) -> set[int]:
         """Where the pipeline is empty before `batch`: from the version that the next microbatch reads to the newest."""
         oldest = self.schedule.version(self.plan, s, batch * self.plan.microbatches + replica)
-        return set(range(oldest, batch * self.plan.updates_a_batch(s) + 1))
+        return set(range(oldest, batch * self.plan.updates_per_batch(s) + 1))
 
-    def _backwards_an_update(self, s: int) -> int:
-        return self.plan.microbatches_an_update(s) // self.plan.replicas[s]
+    def _backwards_per_update(self, s: int) -> int:
+        return self.plan.microbatches_per_update(s) // self.plan.replicas[s]
 
     def _compute(self, w: int, worker: _Worker, op: Op, i: Any, ready: list[float], seconds: float) -> None:
         k = i.microbatch
@@ -399,7 +399,7 @@ class _Simulation:
             worker.has_sums = True
             worker.memory += self.costs[worker.stage].sums
         worker.pending += 1
-        replicas, every = self.plan.replicas[worker.stage], self.plan.microbatches_an_update(worker.stage)
+        replicas, every = self.plan.replicas[worker.stage], self.plan.microbatches_per_update(worker.stage)
         if replicas > 1 and (i.microbatch // replicas + 1) % (every // replicas) == 0:
             if worker.pending != every // replicas:
                 self._fail(w, f"{i} ends a batch after {worker.pending} backwards, expected {every // replicas}")

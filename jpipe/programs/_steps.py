@@ -47,7 +47,7 @@ class Steps:
             return batch
         since, model_batch = self._modelled(since, batch)
         held = self._lower(model_batch, model_batch, model_batch - since, False).versions
-        rates = [self._plan.updates_a_batch(s) for s, _ in self._plan.workers]
+        rates = [self._plan.updates_per_batch(s) for s, _ in self._plan.workers]
         version = min(newest // rate for (_, newest), rate in zip(held, rates, strict=True))
         if any(version * rate < oldest for (oldest, _), rate in zip(held, rates, strict=True)):
             return None

@@ -40,7 +40,7 @@ class Window:
         return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
 
 
-def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
+def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
     """Cut `batches` batches, from batch `first` on, out of a run of at least one batch more.
 
     Args:
@@ -58,7 +58,7 @@ def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, fi
         begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
     except KeyError as missing:
         raise InputError(
-            f"cut_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
+            f"extract_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
         ) from None
     rows = tuple(_cut_spans(spans, begin, end) for spans in timeline)
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
@@ -69,7 +69,7 @@ def cut_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, fi
 def predict_window(
     plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False, link: Link | Network | None = None
 ) -> Window:
-    """The window that `cut_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
+    """The window that `extract_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
 
     Args:
         plan: what runs.
@@ -82,7 +82,7 @@ def predict_window(
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in its stride when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
     prediction = simulate(program, costs, link)
-    return cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+    return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 
 def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:

@@ -1,16 +1,16 @@
 """What runs programs on devices: the interpreter, its state, transport, metrics, traces and snapshots."""
 
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime._metrics import Told
+from jpipe.runtime._metrics import RemoteScalar
 from jpipe.runtime._placement import placement_grid
-from jpipe.runtime._snapshot import Cut, average_replicas, layer_of
+from jpipe.runtime._snapshot import Snapshot, average_replicas, layer_of
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._trace import Trace, fit_costs
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
-    "Told",
-    "Cut",
+    "RemoteScalar",
+    "Snapshot",
     "layer_of",
     "average_replicas",
     "Event",

@@ -138,10 +138,10 @@ class _Worker:
         self.last, self.first = stage.functions.last, stage.functions.first
         self.stochastic = stage.functions.specs.draw[1] is not None
         self.averages = stage.functions.average_state == "update"
-        self.replicas, self.every = plan.replicas[s], plan.microbatches_an_update(s)
-        self.updates_a_batch = plan.updates_a_batch(s)
+        self.replicas, self.every = plan.replicas[s], plan.microbatches_per_update(s)
+        self.updates_per_batch = plan.updates_per_batch(s)
         self.microbatches = plan.microbatches
-        self.microbatch_shift, self.update_shift = shift * plan.microbatches, shift * self.updates_a_batch
+        self.microbatch_shift, self.update_shift = shift * plan.microbatches, shift * self.updates_per_batch
         own = state.taken()
         self.versions, self.buffers, self.layer_state = own.versions, own.buffers, own.layer_state
         self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
@@ -263,9 +263,9 @@ class _Worker:
     def finish(self, update: int, found: Tree) -> None:
         """Note (mean loss, weight); where several updates make a batch, with the last of them."""
         self.buffers["loss", update] = found
-        if (update + 1) % self.updates_a_batch == 0:
-            batch = update // self.updates_a_batch
-            updates = range(batch * self.updates_a_batch, update + 1)
+        if (update + 1) % self.updates_per_batch == 0:
+            batch = update // self.updates_per_batch
+            updates = range(batch * self.updates_per_batch, update + 1)
             self.found.losses[batch] = [self.buffers.pop(("loss", g)) for g in updates]
 
     def release(self, i: Release) -> None:

@@ -21,7 +21,7 @@ Tree = Any
 Number = jax.Array | np.ndarray
 
 
-class Told:
+class RemoteScalar:
     """A number that some process computes: `float(…)` of it waits until that process has told it. The same bits in all processes."""
 
     def __init__(self, read: Callable[[], float]) -> None:
@@ -31,7 +31,7 @@ class Told:
         return self._read()
 
     def __repr__(self) -> str:
-        return "Told(…)"
+        return "RemoteScalar(…)"
 
 
 class Metrics(NamedTuple):
@@ -43,9 +43,9 @@ class Metrics(NamedTuple):
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
     """
 
-    losses: dict[int, jax.Array | Told]
-    weights: dict[int, jax.Array | Told]
-    norms: dict[int, jax.Array | Told]
+    losses: dict[int, jax.Array | RemoteScalar]
+    weights: dict[int, jax.Array | RemoteScalar]
+    norms: dict[int, jax.Array | RemoteScalar]
 
 
 class Mean(NamedTuple):
@@ -56,8 +56,8 @@ class Mean(NamedTuple):
         weight: the total weight. Over several batches, the mean is the sum of `mean * weight` divided by the sum of the weights.
     """
 
-    mean: jax.Array | Told
-    weight: jax.Array | Told
+    mean: jax.Array | RemoteScalar
+    weight: jax.Array | RemoteScalar
 
 
 class Evaluation(NamedTuple):
@@ -70,13 +70,13 @@ class Evaluation(NamedTuple):
         metrics: the mean of each metric that was asked for, by name.
     """
 
-    loss: jax.Array | Told
-    weight: jax.Array | Told
+    loss: jax.Array | RemoteScalar
+    weight: jax.Array | RemoteScalar
     version: int
     metrics: Mapping[str, Mean] = MappingProxyType({})
 
 
-class Board:
+class MetricsExchange:
     """Where the processes of a run read what any of them finds out. In one process nothing is told: its own arrays are the numbers.
 
     Args:
@@ -111,7 +111,7 @@ class Board:
             words = f"the loss of batch {batch}"
             read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index, words))
             for i, held in enumerate(metrics if self._clips else metrics[:2]):
-                held[batch] = Told(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
+                held[batch] = RemoteScalar(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
         return metrics
 
     def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
@@ -139,7 +139,7 @@ class Board:
             return [(float(mean), float(weight)) for mean, weight in means]
 
         def mean(i: int) -> Mean:
-            return Mean(Told(lambda: read()[i][0]), Told(lambda: read()[i][1]))
+            return Mean(RemoteScalar(lambda: read()[i][0]), RemoteScalar(lambda: read()[i][1]))
 
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
@@ -147,7 +147,7 @@ class Board:
         """The batches whose last gradients the worker `last` has in the program; looked for once in each of the few that are repeated."""
         if id(program) not in self._batches:
             s, _ = program.plan.workers[last]
-            ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_a_batch(s)
+            ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_per_batch(s)
             updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
             self._batches[id(program)] = program, [update // rate for update in updates if (update + 1) % rate == 0]
         return self._batches[id(program)][1]

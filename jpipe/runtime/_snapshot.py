@@ -1,4 +1,4 @@
-"""A cut through a run that goes on: what each worker holds after its own update, kept as arrays by layer id, and workers made of them."""
+"""Snapshots of a run that goes on: what each worker holds after its own update, as arrays by layer id; and workers restored from them."""
 
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -20,7 +20,7 @@ from jpipe.stages._functions import StageFunctions, floats_of, with_floats
 Tree = Any
 
 
-class Cut:
+class Snapshot:
     """Takes what a checkpoint of a run at one batch needs, while the run goes on: neither drained nor paused, its numbers unchanged.
 
     Give it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`: each worker comes
@@ -28,7 +28,7 @@ class Cut:
     `Pipeline.restore` begins there computes it again, from the weight versions that it read. Layer state is that from before the first
     forward of the batch, for each replica its own. It costs the memory of the copies, until nobody holds this object.
 
-    Make one with `Pipeline.cut`.
+    Make one with `Pipeline.snapshot`.
 
     Args:
         plan: what runs.
@@ -49,7 +49,7 @@ class Cut:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers of this process have come to the cut."""
+        """Whether all workers of this process have come to the snapshot."""
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
@@ -75,12 +75,12 @@ def own_name(layer_id: str, replica: int) -> str:
 
 
 class _Part:
-    """What one worker gives to the cut."""
+    """What one worker gives to the snapshot."""
 
     def __init__(self, plan: Plan, worker: int, batch: int) -> None:
         s, self._replica = plan.workers[worker]
         self._first = batch * plan.microbatches
-        self._newest = batch * plan.updates_a_batch(s)
+        self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
         self._ids = plan.stages[s].layers
         self._before: Tree = None  # layer state after the last instruction that was seen
@@ -123,7 +123,7 @@ class _Part:
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
-    """Which of the layers `ids` a name in `Cut.layers` is of; None: of none of them."""
+    """Which of the layers `ids` a name in `Snapshot.layers` is of; None: of none of them."""
     if name in ids:
         return name
     layer_id, _, replica = name.rpartition(" replica ")
@@ -133,16 +133,16 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree]:
-    """What a worker takes from a cut: weights by version, optimizer state, layer state.
+    """What a worker takes from a snapshot: weights by version, optimizer state, layer state.
 
-    A version that the cut has not is replaced by the newest. Layer state is the replica's own where there were as many and the pipeline
-    does not flush, else the mean over those that there were; without `sync_state` it is that of one of them.
+    A version that is missing in the snapshot is replaced by the newest. Layer state is the replica's own where there were as many and the
+    pipeline does not flush, else the mean over those that there were; without `sync_state` it is that of one of them.
 
     Args:
-        plan: what is to run, perhaps another one than that of the cut.
+        plan: what is to run, perhaps another one than that of the snapshot.
         worker: which one.
         f: of its stage.
-        layers: the layers of its stage at least, as from `Cut.layers`, with any arrays.
+        layers: the layers of its stage at least, as from `Snapshot.layers`, with any arrays.
         batch: where the run begins.
         fresh: leave the optimizer state out.
 
@@ -150,7 +150,7 @@ def fitting(
         InputError: a layer is not there, or is of another shape.
     """
     s, replica = plan.workers[worker]
-    newest = batch * plan.updates_a_batch(s)
+    newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     ids = f.stage.layers
     for layer_id in ids:
@@ -185,7 +185,7 @@ def fitting(
 def restored_worker(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
 ) -> WorkerState:
-    """A worker as it is where nothing is in flight before `batch`, with the arrays of a cut.
+    """A worker as it is where nothing is in flight before `batch`, with the arrays of a snapshot.
 
     Args:
         plan: what is to run.
@@ -210,12 +210,12 @@ def restored_worker(
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers of a cut with one layer state each: the mean over the replicas, whose own states are left out.
+    """The layers of a snapshot with one layer state each: the mean over the replicas, whose own states are left out.
 
     Only floating-point numbers are averaged; others, such as counts, are those of the first replica.
 
     Args:
-        layers: from `Cut.layers`, with any arrays.
+        layers: from `Snapshot.layers`, with any arrays.
 
     Raises:
         InputError: the replicas of a layer hold different arrays.

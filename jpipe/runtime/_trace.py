@@ -215,7 +215,7 @@ def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
             return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
         case _:
             summed = 0 if clips else s  # the first stage's gradients are the last to be there
-            end = (k + 1) * plan.microbatches_an_update(s)
+            end = (k + 1) * plan.microbatches_per_update(s)
             return [(plan.worker(summed, j), op, j) for j in range(end - plan.replicas[summed], end) for op in ("B", "FB")]
 
 

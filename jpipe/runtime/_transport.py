@@ -16,7 +16,7 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
-from jpipe.processes._links import Link, Reduction
+from jpipe.processes._connections import Connection, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.stages._bytes import nbytes
@@ -57,7 +57,7 @@ class Transport:
         self._threads = all(device.platform == "cpu" for device in devices) if threads is None else threads
         self._local = frozenset(w for w, device in enumerate(devices) if device.process_index == own)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
-        self._used: dict[Hashable, Link | Reduction] = {}  # by lane, in the order in which all processes connect
+        self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
         self._specs: dict[tuple[int, int, str], Tree] = {}  # of what comes from other processes, by sender, receiver, message
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
@@ -105,7 +105,7 @@ class Transport:
         self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), (link[1].process_index,))
 
     def receive(self, i: Receive, k: int) -> Tree:
-        """Take a message that was sent to the worker; from another process perhaps a `Coming`."""
+        """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
         Transport.calls += 1
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
@@ -126,7 +126,8 @@ class Transport:
 
         Returns:
             When the last replica of this process has given its part: for each of them `finish` of the sum over all replicas, perhaps
-            a `Coming`; added in the order of the replicas, or where several are in a process in the order of processes. Before: nothing.
+            a `PendingTransfer`; added in the order of the replicas, or where several are in a process in the order of processes.
+            Before: nothing.
         """
         replicas = self._replicas[i.worker]
         own = [w for w in replicas if w in self._local]
@@ -202,10 +203,10 @@ class Transport:
             with self._processes.waiting(words, on):
                 return transfer()
         self._processes.check()
-        return Coming(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
+        return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
 
 
-class Coming:
+class PendingTransfer:
     """What another process sends, while it is on its way."""
 
     def __init__(
@@ -225,9 +226,9 @@ class Coming:
         """The size of its arrays."""
         return nbytes(self._entry(self._specs()))
 
-    def __getitem__(self, key: int) -> "Coming":
+    def __getitem__(self, key: int) -> "PendingTransfer":
         """One entry of what comes."""
-        return Coming(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
+        return PendingTransfer(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
 
     def wait(self) -> Tree:
         """The arrays.
@@ -255,7 +256,7 @@ _LOOK_SECONDS = 0.5
 
 def arrived(tree: Tree) -> Tree:
     """The arrays of a message, waited for if they are still coming from another process."""
-    return tree.wait() if isinstance(tree, Coming) else tree
+    return tree.wait() if isinstance(tree, PendingTransfer) else tree
 
 
 class _Words(NamedTuple):
@@ -304,7 +305,7 @@ def progress() -> int:
 
 
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
-link_between = functools.cache(Link)
+link_between = functools.cache(Connection)
 reduction_over = functools.cache(Reduction)
 
 

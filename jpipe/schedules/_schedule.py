@@ -24,7 +24,7 @@ class Shape(Protocol):
     def noam(self) -> bool: ...
     @property
     def vertical_sync(self) -> bool: ...
-    def microbatches_an_update(self, s: int) -> int: ...
+    def microbatches_per_update(self, s: int) -> int: ...
 
 
 class Compute(NamedTuple):
@@ -106,7 +106,7 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[i
     return tuple(reversed(ahead))
 
 
-def slots_late(plan: Shape, s: int) -> int:
+def sync_delay(plan: Shape, s: int) -> int:
     """How many forwards later than it could a stage reads a new version: 1 where an all-reduce is to be hidden behind one, else 0."""
     return int(plan.replicas[s] > 1 and not plan.noam)
 
@@ -119,12 +119,12 @@ def synchronous_version(plan: Shape, s: int, k: int) -> int:
 def delayed_version(plan: Shape, s: int, k: int) -> int:
     """The newest version there is when a replica of stage s, with n_s in flight, comes to the forward of k.
 
-    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `slots_late`, M_s = `plan.microbatches_an_update(s)`;
+    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `sync_delay`, M_s = `plan.microbatches_per_update(s)`;
     floor(max(k - (n_s - 1), 0) / m) in a straight pipeline.
     """
     replicas = plan.replicas[s]
-    done = k // replicas - (pipeline_in_flight(plan, s) - 1) - slots_late(plan, s)
-    return max(done, 0) * replicas // plan.microbatches_an_update(s)
+    done = k // replicas - (pipeline_in_flight(plan, s) - 1) - sync_delay(plan, s)
+    return max(done, 0) * replicas // plan.microbatches_per_update(s)
 
 
 def delayed_versions_alive(plan: Shape, s: int, leader: int) -> int:
@@ -134,8 +134,8 @@ def delayed_versions_alive(plan: Shape, s: int, leader: int) -> int:
     the last one of them only when it is drained.
     """
     replicas = plan.replicas[leader]
-    ahead = (pipeline_in_flight(plan, leader) - 1 + slots_late(plan, leader)) * replicas
-    return -(-ahead // plan.microbatches_an_update(s)) + 1
+    ahead = (pipeline_in_flight(plan, leader) - 1 + sync_delay(plan, leader)) * replicas
+    return -(-ahead // plan.microbatches_per_update(s)) + 1
 
 
 def no_complaint(plan: Shape) -> str:

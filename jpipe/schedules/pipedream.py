@@ -29,7 +29,7 @@ def _leader(plan: Shape, s: int) -> int:
 
 
 def _complaint(plan: Shape) -> str:
-    rates = {plan.microbatches_an_update(s) for s in range(plan.depth)}
+    rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.vertical_sync and len(rates) > 1:
         return (
             f"vertical_sync needs stages that update together, found replicas {list(plan.replicas)} with update_every 'replicas'; "

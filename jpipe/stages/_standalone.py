@@ -21,7 +21,7 @@ _CALLS = {"forward": "forward", "backward": "backward", "update": "in_place"}
 
 
 @dataclass(frozen=True)
-class LoneStage:
+class StandaloneStage:
     """One stage of a model by itself: what it would hold in a pipeline, and the programs that would run there. It allocates nothing.
 
     The model's last layer brings the loss with it; before the model's first layer no gradient is computed.

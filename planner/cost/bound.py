@@ -19,7 +19,7 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], co
     """
     before = busiest = 0.0
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
-        updates, own = plan.updates_a_batch(s), cost.forward + cost.backward
+        updates, own = plan.updates_per_batch(s), cost.forward + cost.backward
         busiest = max(busiest, before + plan.microbatches / replicas * own + (0.0 if before else updates * cost.update))
         before += own if jpipe.schedules.SCHEDULES[plan.schedule].flushes else 0.0
     return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
@@ -29,7 +29,7 @@ def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
     """Seconds a batch that all workers together compute."""
     seconds = 0.0
     for s, cost in enumerate(costs):
-        seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_a_batch(s) * plan.replicas[s] * cost.update
+        seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
     return seconds
 
 
@@ -46,7 +46,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
                     loads[port] += plan.microbatches / pairs * size / crossed.bandwidth
     for s in range(plan.depth):
         ring = _ring(plan, s, link)
-        seconds = plan.updates_a_batch(s) * _sending(costs[s].sums, ring) if ring else 0.0
+        seconds = plan.updates_per_batch(s) * _sending(costs[s].sums, ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     return max(loads.values(), default=0.0)
@@ -85,7 +85,7 @@ class _Stage:
     def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int) -> None:
         rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
-        self.workers, every = plan.stage_workers[s], plan.microbatches_an_update(s)
+        self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
         self.own = every // self.replicas  # microbatches of an update at each replica
         # all replicas do and read the same, each for its own microbatches
         self.order = [(entry.op == "F", entry.microbatch // self.replicas) for entry in rules.order(plan, s, 0, 0, batches)]

@@ -52,7 +52,7 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topol
         _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
     )
     if topology.cores is not None:
-        cut = jpipe.programs.cut_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+        cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     return Simulated(
         batch_seconds=seconds,

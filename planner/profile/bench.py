@@ -50,7 +50,7 @@ class Programs:
         for future, _ in self._begun.values():
             future.result()
 
-    def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.LoneStage]:
+    def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
         """The stages of these layers, and the one that does nothing."""
         return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
 
@@ -114,7 +114,7 @@ class _Run:
     """One stage with arrays: inputs and labels where they are known, noise for all else; no time depends on what the numbers are."""
 
     def __init__(
-        self, stage: jpipe.stages.LoneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
+        self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
     ) -> None:
         ids, stack = stage.stage.layers, stage.stack
         specs = {name: calls[name].args_info[0] for name in PROGRAMS}
@@ -167,9 +167,9 @@ def _filled(specs: Tree, device: jax.Device) -> Tree:
     return jax.tree.map(fill, specs)
 
 
-def _empty_stage() -> jpipe.stages.LoneStage:
+def _empty_stage() -> jpipe.stages.StandaloneStage:
     """A stage in the middle of a pipeline that does next to nothing."""
     stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
     specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
     optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})
-    return jpipe.stages.LoneStage(stack, jpipe.Stage(layers=("here",)), specs, None, lambda y, labels: (y.sum(), y.sum()), optimizer)
+    return jpipe.stages.StandaloneStage(stack, jpipe.Stage(layers=("here",)), specs, None, lambda y, labels: (y.sum(), y.sum()), optimizer)

@@ -93,14 +93,14 @@ class Model:
             found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
         return found
 
-    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.stages.LoneStage:
+    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.stages.StandaloneStage:
         """Consecutive layers as one stage."""
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
             )
         stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
-        return jpipe.stages.LoneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
+        return jpipe.stages.StandaloneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
 
     @cached_property
     def batches(self) -> dict[int, tuple[Tree, Tree]]:

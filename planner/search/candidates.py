@@ -100,7 +100,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
         seconds = evaluate(problem, list(placed)).seconds * candidate.microbatches
     computing = 0.0
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
-        updates = plan.microbatches / plan.microbatches_an_update(s)
+        updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
     bubble = 1 - computing / (candidate.workers * seconds)
     return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
@@ -121,7 +121,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         own = problem.layers[stage.start : stage.stop]
         again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
         computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
-        updates = plan.microbatches // problem.microbatches_an_update(stage.replicas)
+        updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
         computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
         sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
         sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0

@@ -112,13 +112,13 @@ class Shape:
         """The number of stages."""
         return len(self.replicas)
 
-    def microbatches_an_update(self, s: int) -> int:
+    def microbatches_per_update(self, s: int) -> int:
         """All stages update with each batch."""
         return self.microbatches
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _Fitted:
     """For each m that is legal, by stage: what is in flight, the recomputation that was chosen, the bytes."""
 
     microbatches: tuple[int, ...]  # of one pipeline
@@ -216,11 +216,11 @@ class _Sweep:
         cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
-    def _fit(self, stages: Stages, schedule: str, width: int, extra: int, numbers: tuple[int, ...]) -> _Fit:
+    def _fit(self, stages: Stages, schedule: str, width: int, extra: int, numbers: tuple[int, ...]) -> _Fitted:
         """Take for each stage the first policy that fits, else the smallest."""
         legal, in_flight, versions = _flights(schedule, width, len(stages.starts), extra, numbers)
         if not legal:
-            return _Fit((), None, None, None)
+            return _Fitted((), None, None, None)
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
             stages.weights,
@@ -237,9 +237,9 @@ class _Sweep:
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
-        return _Fit(legal, in_flight, policy, np.take_along_axis(memory, policy[None], 0)[0])
+        return _Fitted(legal, in_flight, policy, np.take_along_axis(memory, policy[None], 0)[0])
 
-    def _seconds(self, schedule: str, extra: int, fit: _Fit, times: Times) -> Price:
+    def _seconds(self, schedule: str, extra: int, fit: _Fitted, times: Times) -> Price:
         """The price of a batch."""
         if self.price == "closed form":
             return _price(schedule, extra, fit.microbatches, fit.in_flight, times)
@@ -248,7 +248,7 @@ class _Sweep:
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(
-        self, stages: Stages, rows: int, schedule: str, width: int, extra: int, keep: Any, fit: _Fit, times: Times
+        self, stages: Stages, rows: int, schedule: str, width: int, extra: int, keep: Any, fit: _Fitted, times: Times
     ) -> Iterator[Candidate]:
         price = self._seconds(schedule, extra, fit, times)
         numbers, depth = np.array(fit.microbatches), len(stages.starts)

@@ -74,14 +74,14 @@ class Problem:
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
-    def microbatches_an_update(self, replicas: Number) -> Number:
+    def microbatches_per_update(self, replicas: Number) -> Number:
         """M_s of a stage."""
         return replicas if self.microbatches == "replicas" else self.microbatches
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
         """Weight versions alive at a stage, as `jpipe.schedules.SCHEDULES["pipedream"]` has it; for arrays too."""
         late = replicas > 1
-        return -(-(in_flight - 1 + late) * replicas // self.microbatches_an_update(replicas)) + 1
+        return -(-(in_flight - 1 + late) * replicas // self.microbatches_per_update(replicas)) + 1
 
 
 class Placed(NamedTuple):
@@ -176,7 +176,7 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
     summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
     update = sum(layer.update for layer in own) + problem.dispatch
-    return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_an_update(stage.replicas)))
+    return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:

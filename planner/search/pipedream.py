@@ -1,18 +1,18 @@
 """PipeDream's partitioning (SOSP 2019, section 3.1), exact for the price and the memory that `planner.search.partition` writes down.
 
 A bound on the seconds of a microbatch says which stages and cuts are fast enough; whether some of them make a pipeline is quickly found
-out (`planner.search.reach`, or `planner.search.fit` where memory is short). The least bound under which they do is found by bisection.
+out (`fast_ranges`, or `fitting_placement` where memory is short). The least bound under which they do is found by bisection.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.search.fit import Fit
+from planner.search.fast_ranges import FastPlacement, FastRanges
+from planner.search.fitting_placement import FittingPlacement
+from planner.search.fitting_ranges import FittingRanges
 from planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
-from planner.search.reach import Reach, Reached
-from planner.search.runs import Runs
-from planner.search.spans import Spans
+from planner.search.ranges import Ranges
 
 TIE = 1e-9
 """Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
@@ -33,12 +33,12 @@ def search(problem: Problem) -> Partition:
     Returns:
         The best way, or, where none fits, one that needs about as little memory as can be; its `over` says how much is missing.
     """
-    reach = Reach(problem, Runs(problem))
-    fastest = _fastest(problem, reach)
+    fast = FastRanges(problem, Ranges(problem))
+    fastest = _fastest(problem, fast)
     if fastest.over is None:
         return fastest
     assert problem.memory is not None
-    fitting = _Fitting(problem, reach)
+    fitting = _Fitting(problem, fast)
     low = fastest.seconds
     for slower in _SLOWER:
         found = fitting.some(fastest.seconds * slower)
@@ -46,31 +46,31 @@ def search(problem: Problem) -> Partition:
             break
         low = fastest.seconds * slower
     else:
-        return _smallest(problem, reach, fastest)
+        return _smallest(problem, fast, fastest)
     best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
     return fitting.first(best)
 
 
-def _fastest(problem: Problem, reach: Reach) -> Partition:
+def _fastest(problem: Problem, fast: FastRanges) -> Partition:
     """The answer without a limit of memory, with recomputation where that makes it fit without making it slower."""
-    again = "none" not in problem.policies
+    recompute = "none" not in problem.policies
 
     def within(bound: float) -> Partition | None:
-        reached = Reached(reach, bound, again)
-        return _recompute(problem, reached.some(), bound) if reached.feasible else None
+        placement = FastPlacement(fast, bound, recompute)
+        return _recompute(problem, placement.some(), bound) if placement.feasible else None
 
-    alone = _recompute(problem, [reach.alone(again)], math.inf)
-    best = _squeeze(reach.at_least(again), alone, within, lambda partition: partition.seconds, TIE)
+    alone = _recompute(problem, [fast.alone(recompute)], math.inf)
+    best = _squeeze(fast.at_least(recompute), alone, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
-    return _recompute(problem, Reached(reach, bound, again).first(), bound)
+    return _recompute(problem, FastPlacement(fast, bound, recompute).first(), bound)
 
 
-def _smallest(problem: Problem, reach: Reach, fastest: Partition) -> Partition:
+def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partition:
     """About as little memory as can be, at any speed."""
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
-        return _Fitting(replace(problem, memory=memory), reach).some(math.inf)
+        return _Fitting(replace(problem, memory=memory), fast).some(math.inf)
 
     low, found = problem.memory, None
     while not found and 2 * low < max(fastest.memory):
@@ -83,9 +83,9 @@ def _smallest(problem: Problem, reach: Reach, fastest: Partition) -> Partition:
 class _Fitting:
     """The search where memory is short: by the relaxed rules, and where their answer does not fit by the true ones."""
 
-    def __init__(self, problem: Problem, reach: Reach) -> None:
-        self._problem, self._reach = problem, reach
-        self._spans = Spans(problem, reach)
+    def __init__(self, problem: Problem, fast: FastRanges) -> None:
+        self._problem, self._fast = problem, fast
+        self._fitting = FittingRanges(problem, fast)
 
     def some(self, bound: float) -> Partition | None:
         """Stages that are fast enough and fit; None: there are none."""
@@ -99,7 +99,7 @@ class _Fitting:
 
     def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
         for relaxed in (True, False):
-            fit = Fit(self._reach, self._spans, bound, relaxed, at_most)
+            fit = FittingPlacement(self._fast, self._fitting, bound, relaxed, at_most)
             if not fit.feasible:
                 return None
             stages = fit.stages()

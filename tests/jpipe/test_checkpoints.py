@@ -18,17 +18,17 @@ def pipeline(schedule="pipedream_2bw", num_stages=3) -> Pipeline:
 
 def train(pipe, batches, folder, until):
     """A loop as docs/checkpoints.md shows it; the losses by batch, and the parameters in the end."""
-    key, cut, losses = jax.random.key(KEY), None, {}
+    key, snapshot, losses = jax.random.key(KEY), None, {}
     state = checkpoints.load(pipe, folder, key, batches[0]) or pipe.init(key, batches[0])
     for t in range(state.batch, until):
-        if cut is None and (t + 1) % 2 == 0:
-            cut = pipe.cut(t + 1)
-        state, metrics = pipe.step(state, batches[t], observe=cut)
+        if snapshot is None and (t + 1) % 2 == 0:
+            snapshot = pipe.snapshot(t + 1)
+        state, metrics = pipe.step(state, batches[t], observe=snapshot)
         losses |= metrics.losses
-        if cut is not None and cut.complete:
-            checkpoints.save(folder, cut, keep=2, facts={"note": t})
-            cut = None
-    state = pipe.drain(state, observe=cut)
+        if snapshot is not None and snapshot.complete:
+            checkpoints.save(folder, snapshot, keep=2, facts={"note": t})
+            snapshot = None
+    state = pipe.drain(state, observe=snapshot)
     return {t: float(loss) for t, loss in losses.items()}, jax.tree.map(np.asarray, pipe.params(state))
 
 
@@ -63,8 +63,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"file.checkpoints: expected a folder, found a file in its place; choose another run\.dir$"):
         checkpoints.steps(tmp_path / "file")
     pipe.init(key, batches[0])
-    with pytest.raises(InputError, match="expected a complete cut, found one at batch 2 whose run has not come to it yet"):
-        checkpoints.save(tmp_path, pipe.cut(2))
+    with pytest.raises(InputError, match="expected a complete snapshot, found one at batch 2 whose run has not come to it yet"):
+        checkpoints.save(tmp_path, pipe.snapshot(2))
     train(pipe, batches, tmp_path, 4)
     (step,) = checkpoints.steps(tmp_path)
     with pytest.raises(InputError, match=rf"step: expected one of {step}, those in '.*', found 7"):

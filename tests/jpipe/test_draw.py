@@ -76,7 +76,7 @@ def test_panels_share_the_axis_and_are_headed_by_length_and_bubble():
 
 def test_a_window_is_as_long_as_it_was_cut():
     prediction = predict("gpipe")
-    window = jpipe.programs.cut_window(prediction.timeline, prediction.memory, 4, 0, 1)
+    window = jpipe.programs.extract_window(prediction.timeline, prediction.memory, 4, 0, 1)
     cut_short = tuple(spans[:-1] for spans in window.timeline)
     figure = jpipe.draw_timeline({"window": cut_short}, seconds=window.seconds, unit="forwards")
     busy = sum(span.end - span.start for spans in cut_short for span in spans)

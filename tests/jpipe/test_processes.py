@@ -22,7 +22,7 @@ from jpipe import InputError
 from jpipe.processes import _channel, handshake
 from jpipe.processes import _membership as _processes
 from jpipe.processes._channel import Channel
-from jpipe.processes._coordinator import Beat, Desk
+from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
 from jpipe.runtime import _metrics, _transport
 
@@ -283,7 +283,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         with pytest.raises(ZeroDivisionError):
             processes.told("loss")
         with pytest.raises(ZeroDivisionError):
-            _transport.Coming(Future(), "the activation", (), processes, tuple).wait()
+            _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 
 
 def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
@@ -296,7 +296,7 @@ def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
 
 def test_what_comes_has_the_size_of_its_part():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _transport.Coming(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    coming = _transport.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 
@@ -354,7 +354,7 @@ def beats(desk, *of_processes):
 
 
 def test_the_end_of_a_chain_of_waits_is_blamed():
-    desk = Desk(4)
+    desk = Coordinator(4)
     beats(desk, Beat("", "gradients 0", (1,), 44.0), Beat("", "gradients 1", (2,), 44.0), Beat("c.py:3 (h)", "z", (3,), 0.2), Beat(""))
     overdue = Beat("", "gradients 0", (1,), 46.0, 45.0)
     assert desk.answer(0, {"beat": vars(overdue)}) == {
@@ -363,7 +363,7 @@ def test_the_end_of_a_chain_of_waits_is_blamed():
 
 
 def test_nobody_is_blamed_while_arrays_move():
-    desk, waits = Desk(2), Beat("", "gradients 0", (1,), 100.0, 45.0, still=100.0)
+    desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0, still=100.0)
     beats(desk, Beat("", still=0.0), Beat("c.py:3 (h)", still=44.0))
     assert desk.answer(0, {"beat": vars(waits)}) is None
     desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", still=46.0))})
@@ -373,7 +373,7 @@ def test_nobody_is_blamed_while_arrays_move():
 
 
 def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
-    desk, sums = Desk(4), "the sum"
+    desk, sums = Coordinator(4), "the sum"
     beats(desk, Beat("", sums, (1, 2), 44.0), Beat("", sums, (0, 2), 44.0), Beat("d.py:4 (i)"), Beat("", "activations 1", (0,), 44.0))
     for waiter, on in ((0, (1, 2)), (3, (0,))):
         awaited = Beat("", sums, on, 46.0, 45.0)
@@ -383,7 +383,7 @@ def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
 
 
 def test_a_process_that_says_that_it_takes_long_is_waited_for():
-    desk, waits = Desk(2), Beat("", "gradients 0", (1,), 100.0, 45.0)
+    desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0)
     beats(desk, waits, Beat("c.py:3 (h)", "the file to be written", (), 100.0, 200.0))
     assert desk.answer(0, {"beat": vars(waits)}) is None
     beats(desk, Beat(""), Beat("c.py:3 (h)", "the file to be written", (), 201.0, 300.0))
@@ -395,14 +395,14 @@ def test_a_process_that_says_that_it_takes_long_is_waited_for():
 
 
 def test_processes_that_wait_for_each_other_are_told_so():
-    desk = Desk(2)
+    desk = Coordinator(2)
     assert beats(desk, Beat("", "gradients 0", (1,), 30.0), Beat("", "activations 1", (0,), 46.0, 45.0))[1] == {
         "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
     }
 
 
 def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
-    desk = Desk(2)
+    desk = Coordinator(2)
     assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
     answers = beats(desk, Beat("", "all processes to reach 'start'", (), 601.0, 600.0), Beat("", "loss 3", (), 601.0, 600.0))
     assert answers == [
@@ -412,7 +412,7 @@ def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
 
 
 def test_long_texts_that_differ_are_shown_where_they_differ():
-    desk = Desk(3)
+    desk = Coordinator(3)
     plan = json.dumps({"layers": [f"layer{k}" for k in range(1000)]})
     desk.answer(2, {"meet": "agreement", "facts": {"plan": plan.replace("layer700", "layer_700")}})
     desk.answer(1, {"meet": "agreement", "facts": {"plan": plan, "jax version": "1"}})

@@ -146,7 +146,7 @@ def test_replicated_plans_are_proved_whatever_things_cost(fields, start, batches
         reads = {span.microbatch: span.version for w in workers for span in prediction.timeline[w]}
         assert [reads[k] for k in sorted(reads)] == sorted(reads.values()), "versions do not decrease from microbatch to microbatch"
         sums = [i for i in program.instructions if isinstance(i, AllReduce) and i.worker in workers]
-        updates = batches * plan.microbatches // plan.microbatches_an_update(s)
+        updates = batches * plan.microbatches // plan.microbatches_per_update(s)
         assert len(sums) == (updates * len(workers) if len(workers) > 1 else 0)
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
-from jpipe.programs import StageCost, Window, cut_window
+from jpipe.programs import StageCost, Window, extract_window
 from jpipe.programs._instructions import Forward
 from jpipe.runtime import Event, fit_costs
 from jpipe.runtime._state import WorkerState
@@ -161,7 +161,7 @@ def run_of(schedule, costs, batches=8, **options):
 
 def test_a_window_of_a_full_pipeline_has_no_bubble():
     prediction = run_of("pipedream_2bw", [StageCost(update=0.5)] * 4)
-    window = cut_window(prediction.timeline, prediction.memory, M, 3, 2)
+    window = extract_window(prediction.timeline, prediction.memory, M, 3, 2)
     assert (window.step_seconds, window.batches) == (M * 3 + 0.5, 2)
     assert abs(window.bubble) < 1e-12
 
@@ -169,14 +169,14 @@ def test_a_window_of_a_full_pipeline_has_no_bubble():
 def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
     """(d - 1) / (m + d - 1), section 2.3 of GPipe."""
     prediction = run_of("gpipe", None)
-    window = cut_window(prediction.timeline, prediction.memory, M, 2, 3)
+    window = extract_window(prediction.timeline, prediction.memory, M, 2, 3)
     assert np.isclose(window.bubble, 3 / (M + 3))
     assert window.step_seconds == 3 * (M + 3)
 
 
 def test_a_window_keeps_what_was_held_before_it():
     prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, sums=10, residuals=3, inputs=1)] * 4)
-    window = cut_window(prediction.timeline, prediction.memory, M, 2, 2)
+    window = extract_window(prediction.timeline, prediction.memory, M, 2, 2)
     assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)
     assert isinstance(window, Window)
     assert window.peak_bytes[1] == 40 + 3 * M + 0  # all forwards done, no inputs waiting
@@ -184,8 +184,8 @@ def test_a_window_keeps_what_was_held_before_it():
 
 def test_a_window_outside_of_the_run_is_refused():
     prediction = run_of("gpipe", None, batches=3)
-    with pytest.raises(InputError, match="cut_window: expected a run that holds the batches 1 to 3, found none of microbatch 12"):
-        cut_window(prediction.timeline, prediction.memory, M, 1, 2)
+    with pytest.raises(InputError, match="extract_window: expected a run that holds the batches 1 to 3, found none of microbatch 12"):
+        extract_window(prediction.timeline, prediction.memory, M, 1, 2)
 
 
 def test_costs_fitted_to_a_timeline_give_that_timeline():

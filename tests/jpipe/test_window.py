@@ -3,7 +3,7 @@
 import pytest
 
 from jpipe import Plan, lower, simulate
-from jpipe.programs import Span, StageCost, batches_until_full, cut_window, predict_window
+from jpipe.programs import Span, StageCost, batches_until_full, extract_window, predict_window
 from tests.jpipe import models
 
 M = 4
@@ -20,7 +20,7 @@ UNBALANCED = [
 def window_of(plan, costs, start, clips=False):
     """The window cut out of a run whose pipeline is empty before the batch `start`."""
     run = simulate(lower(plan, FIRST + BATCHES + 1, begin=start, start=start, clips=clips), costs)
-    return cut_window(run.timeline, run.memory, plan.microbatches, FIRST, BATCHES)
+    return extract_window(run.timeline, run.memory, plan.microbatches, FIRST, BATCHES)
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
@@ -40,7 +40,7 @@ def test_a_window_that_begins_with_an_empty_pipeline_is_another(variant):
 def test_a_window_at_the_beginning_of_a_run_begins_with_an_empty_pipeline():
     plan = Plan.even("abc", 3, "pipedream_2bw", M)
     run = simulate(lower(plan, 3), UNBALANCED)
-    assert predict_window(plan, UNBALANCED, 0, 2) == cut_window(run.timeline, run.memory, M, 0, 2)
+    assert predict_window(plan, UNBALANCED, 0, 2) == extract_window(run.timeline, run.memory, M, 0, 2)
 
 
 def test_clipping_moves_the_updates_of_a_predicted_window():
@@ -65,7 +65,7 @@ def test_an_update_that_a_window_cuts_counts_with_what_is_inside():
     worker_0 = tuple(Span("F", k, 0, start, start + 1.0) for k, start in enumerate((0.0, 2.0, 4.0, 10.0)))
     worker_1 = (Span("B", 0, 0, 0.0, 1.0, updates=True, update_time=4.0),)
     windows = {
-        (first, batches): cut_window((worker_0, worker_1), ((), ()), 1, first, batches)
+        (first, batches): extract_window((worker_0, worker_1), ((), ()), 1, first, batches)
         for first, batches in ((0, 2), (1, 1), (1, 2), (2, 1))
     }
     busy = {at: (1 - window.bubble) * 2 * window.seconds for at, window in windows.items()}

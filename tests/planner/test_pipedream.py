@@ -11,7 +11,7 @@ import jpipe
 from planner.machine.topology import Topology
 from planner.search.partition import Placed, Problem, evaluate
 from planner.search.pipedream import TIE, search
-from planner.search.runs import Runs
+from planner.search.ranges import Ranges
 
 SHAPES = [(2,), (5,), (6,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 1, 2), (2, 2, 2)]
 POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "full"), ("full", "none")]
@@ -145,7 +145,7 @@ def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(workers,
 
 def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before():
     layers = [jpipe.programs.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
-    runs = Runs(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
+    runs = Ranges(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
     ahead = np.arange(1, 40)
     for relaxed in (True, False):
         room = runs.room(2, 3, 1, ahead, "none", 200.0, relaxed=relaxed)

@@ -29,7 +29,7 @@ class Heard(jpipe.processes.Processes):
         return contextlib.nullcontext()
 
 
-class Taken(jpipe.runtime.Cut):
+class Taken(jpipe.runtime.Snapshot):
     """A cut that is there at once and holds nothing."""
 
     complete = True

@@ -21,7 +21,7 @@ from train.checkpoint.run_folder import RunFolder, of_same_job
 from train.cli import main
 from train.config.config import Config
 from train.launch import launch
-from train.launch.process_tree import Tree
+from train.launch.process_group import ProcessGroup
 from train.run import loop
 
 ROOT = Path(__file__).parents[2]
@@ -242,8 +242,8 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
     waits, told = [], []
     monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
-    monkeypatch.setattr(Tree, "start", lambda *arguments: None)
-    monkeypatch.setattr(Tree, "watch", lambda tree, signals, again: told.append(again) or 1)
+    monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
+    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: told.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1
     assert waits == [1, 2, 4, 8]
     assert told[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]

@@ -33,7 +33,7 @@ def window(slower: float = 1.0, memory: bool = True) -> jpipe.programs.Window:
     cost = {"weights": 12_000_000, "sums": 12_000_000, "residuals": 5_000_000, "optimizer": 24_000_000}
     costs = [jpipe.programs.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3
     run = jpipe.simulate(jpipe.lower(plan, batches=6), costs)
-    return jpipe.programs.cut_window(run.timeline, run.memory if memory else ((), (), ()), 3, first=2, batches=3)
+    return jpipe.programs.extract_window(run.timeline, run.memory if memory else ((), (), ()), 3, first=2, batches=3)
 
 
 def report(**parts) -> Report:

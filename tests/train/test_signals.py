@@ -20,7 +20,7 @@ from train.checkpoint import checkpoints
 from train.config.config_file import to_yaml
 from train.console import interrupt, output, preemption, signals
 from train.console.preemption import Preemption
-from train.launch import jax_runtime, launch, process_tree
+from train.launch import jax_runtime, launch, process_group
 from train.launch.rendezvous import Address
 from train.run import loop
 
@@ -88,7 +88,7 @@ def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
 
 
 def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
-    assert process_tree._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
+    assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
     with launch._heard() as heard:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)

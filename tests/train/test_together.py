@@ -21,7 +21,7 @@ import yaml
 
 from jpipe import InputError, PeerLost, Plan
 from jpipe.processes import Processes
-from jpipe.processes._coordinator import Desk
+from jpipe.processes._coordinator import Coordinator
 from tests.train.conftest import changed
 from train import cli
 from train.config import config_file
@@ -377,7 +377,7 @@ def test_what_differs_between_processes_is_refused_and_named(difference, name, t
     Path("own").mkdir()
     Path("own/parts.py").write_text("def model(): return 1")
     config = changed(tiny | {"model": {"target": "own.parts:model"}})
-    desk = Desk(2)
+    desk = Coordinator(2)
     desk.answer(0, {"meet": "agreement", "facts": together.facts(config)})
     with difference(monkeypatch) or contextlib.nullcontext():
         answer = desk.answer(1, {"meet": "agreement", "facts": together.facts(config)})

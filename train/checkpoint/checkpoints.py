@@ -19,9 +19,9 @@ class _NotRemoved(OSError):
 
 
 class Checkpoints:
-    """Takes a cut of the run at every so many batches and at its end, and has it written in the background.
+    """Takes a snapshot of the run at every so many batches and at its end, and has it written in the background.
 
-    A cut is written once the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
+    A snapshot is written once the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
     their parts, and process 0 says that it is complete.
 
     Args:
@@ -49,31 +49,31 @@ class Checkpoints:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
         self._together = together
-        self._cuts: list[jpipe.runtime.Cut] = []  # not handed over yet, in order
+        self._snapshots: list[jpipe.runtime.Snapshot] = []  # not handed over yet, in order
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self.written: int | None = None  # the last complete one, as far as process 0 knows
 
     def arm(self, step: int) -> None:
-        """Before `step` runs: begin to take the cut behind it, if one is due there."""
+        """Before `step` runs: begin to take the snapshot behind it, if one is due there."""
         every = self._config.every
         if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
-            self._cuts.append(self._pipe.cut(step + 1))
+            self._snapshots.append(self._pipe.snapshot(step + 1))
 
     def arm_last(self, step: int) -> None:
-        """Before `step` runs: begin to take the cut behind it, due or not; none is due any more after it, but that at the run's end."""
+        """Before `step` runs: begin the snapshot behind it, due or not; none is due any more after it, but that at the run's end."""
         self._is_last = True
-        self._cuts.append(self._pipe.cut(step + 1))
+        self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
     def last_is_over(self) -> bool:
-        """Whether `arm_last` was called and its cut is written, in process 0 by all processes; or could not be."""
-        return self._is_last and not self._cuts and (self._writing is None or self._writing.done())
+        """Whether `arm_last` was called and its snapshot is written, in process 0 by all processes; or could not be."""
+        return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     def observing(self, other: Observer | None = None) -> Observer | None:
-        """What `Pipeline.step` is to be observed with: the cuts that are being taken, and `other`."""
-        observers: list[Observer] = [cut for cut in self._cuts if not cut.complete]
+        """What `Pipeline.step` is to be observed with: the snapshots that are being taken, and `other`."""
+        observers: list[Observer] = [snapshot for snapshot in self._snapshots if not snapshot.complete]
         observers += [] if other is None else [other]
         if len(observers) < 2:
             return observers[0] if observers else None
@@ -85,7 +85,7 @@ class Checkpoints:
         return observe
 
     def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Have cuts written that are complete and whose rows are logged; say what became of the one before.
+        """Have snapshots written that are complete and whose rows are logged; say what became of the one before.
 
         Args:
             logged: the last step whose row is written.
@@ -98,10 +98,10 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self.finish()  # so that what went wrong is told now
         # Near the run's end one may stay incomplete: its workers do not come to the forwards that it waits for. That at the end is there.
-        for cut in [cut for cut in self._cuts if cut.complete and cut.batch <= logged + 1]:
-            self._cuts.remove(cut)
+        for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
+            self._snapshots.remove(snapshot)
             self.finish()
-            self._writing = self._thread.submit(self._write, cut, {**self._facts, **facts(cut.batch)})
+            self._writing = self._thread.submit(self._write, snapshot, {**self._facts, **facts(snapshot.batch)})
 
     def finish(self) -> None:
         """Wait for what is being written.
@@ -127,16 +127,16 @@ class Checkpoints:
 
     def close(self) -> None:
         """Begin nothing more; what is being written is finished, if it can be."""
-        self._cuts.clear()
+        self._snapshots.clear()
         self._thread.shutdown(wait=True)
 
-    def _write(self, cut: jpipe.runtime.Cut, facts: Mapping[str, Any]) -> None:
+    def _write(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe.checkpoints import files, save
 
-        save(self._folder, cut, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
+        save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
         if not self._together.is_first:
             return
-        self.written = cut.batch
+        self.written = snapshot.batch
         try:
             files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
         except OSError as error:

@@ -76,7 +76,7 @@ class History:
 
 def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
     """How many updates the optimizer has counted before batch `step` of a part that runs by `plan`."""
-    of_a_batch = {plan.updates_a_batch(s) for s in range(plan.depth)}
+    of_a_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
     if part.updates is None or len(of_a_batch) > 1:
         return None
     return part.updates + (step - part.first) * of_a_batch.pop()

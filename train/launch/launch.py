@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from train.launch.process_tree import BAD_INPUT, Tree, say
+from train.launch.process_group import BAD_INPUT, ProcessGroup, say
 
 MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
@@ -88,10 +88,10 @@ def main(
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
             flags = "--coordinator", f"127.0.0.1:{_free_port()}", "--num-processes", str(num_processes), "--process-id"
-            with contextlib.closing(Tree(grace, variables)) as tree:
+            with contextlib.closing(ProcessGroup(grace, variables)) as group:
                 for number in range(num_processes):
-                    tree.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
-                code = tree.watch(signals, again)
+                    group.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
+                code = group.watch(signals, again)
             if code in (0, BAD_INPUT) or not again:
                 return code
             _wait(pause, signals)

@@ -31,7 +31,7 @@ _LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
 _joined: jpipe.processes.Processes | None = None  # one run a process, as of JAX's runtime
 
 
-class ToldElsewhere(Exception):
+class ReportedElsewhere(Exception):
     """This process ends for a reason that another one tells.
 
     Args:
@@ -91,7 +91,7 @@ class Together:
                 self.processes.agree({"outcome": "" if problem is None else str(problem)})
             except jpipe.InputError as difference:
                 self.all_know = True
-                raise problem or ToldElsewhere(self.processes.index, "another process", difference) from None
+                raise problem or ReportedElsewhere(self.processes.index, "another process", difference) from None
         if problem is not None:
             raise self.shared(problem)
         return cast(T, done)
@@ -141,7 +141,7 @@ class Together:
     def shared(self, reason: Exception) -> Exception:
         """What to raise for a reason that all processes have: only process 0 tells it."""
         self.all_know = True
-        return reason if self.processes is None or self.is_first else ToldElsewhere(self.processes.index, "process 0", reason)
+        return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
 
 
 @contextlib.contextmanager

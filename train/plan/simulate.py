@@ -55,7 +55,7 @@ def main(
     check_effort(plan, max(shown, stride + 3))
     prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
     long = jpipe.simulate(jpipe.lower(plan, stride + 3), costs)
-    steady = jpipe.programs.cut_window(long.timeline, long.memory, plan.microbatches, stride, 2)
+    steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
     workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []

@@ -70,7 +70,7 @@ class Measure:
                 return
             trace = everyones
         self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
-        self.measured = jpipe.programs.cut_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
+        self.measured = jpipe.programs.extract_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
     def close(self) -> None:
         """Give up what is traced, if anything is: the run stops."""

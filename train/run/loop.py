@@ -55,7 +55,7 @@ def main(
             processes see.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
         jpipe.PeerLost: another process died, hung or stopped.
-        ToldElsewhere: this process stops for a reason that another one tells.
+        ReportedElsewhere: this process stops for a reason that another one tells.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
     with joined(num_processes, connect_limit, wait_limit) as together:

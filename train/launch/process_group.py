@@ -20,7 +20,7 @@ _GLOO = b"[Gloo] Rank "  # it tells of every connection, and nothing stops it
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-class Tree:
+class ProcessGroup:
     """The processes, from the start of the first to the end of the last.
 
     Args:

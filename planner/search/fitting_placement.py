@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.search.fast_ranges import FastRanges
+from planner.search.fitting_ranges import FittingRanges
 from planner.search.partition import Placed
-from planner.search.reach import Reach
-from planner.search.spans import Spans
 
 _NEVER = 2**30  # stages
 
@@ -39,12 +39,12 @@ class _Labels(NamedTuple):
         return _Labels(*(column[index] for column in self))
 
 
-class Fit:
+class FittingPlacement:
     """Stages that are fast enough and fit.
 
     Args:
-        reach: of a problem.
-        spans: of the same problem.
+        fast: of a problem.
+        fitting: of the same problem.
         bound: seconds a microbatch.
         relaxed: whether the rules are; then some that do not fit count as if they did.
         at_most: the stages and workers of some that are fast enough and fit, to look for the first ones of `Reached.first`; None: any do.
@@ -53,13 +53,13 @@ class Fit:
         feasible: whether there are any.
     """
 
-    def __init__(self, reach: Reach, spans: Spans, bound: float, relaxed: bool, at_most: tuple[int, int] | None) -> None:
-        self._reach, self._spans, self._bound, self._relaxed = reach, spans, bound, relaxed
-        self._count, self._workers = reach.runs.count, reach.workers
-        self._no_limit = 4 * reach.workers  # more than are ever in flight, which is less than twice the workers
-        self._counted, self._one = at_most is not None, reach.workers + 1 if at_most else 0  # and the size of a stage
+    def __init__(self, fast: FastRanges, fitting: FittingRanges, bound: float, relaxed: bool, at_most: tuple[int, int] | None) -> None:
+        self._fast, self._fitting, self._bound, self._relaxed = fast, fitting, bound, relaxed
+        self._count, self._workers = fast.ranges.count, fast.workers
+        self._no_limit = 4 * fast.workers  # more than are ever in flight, which is less than twice the workers
+        self._counted, self._one = at_most is not None, fast.workers + 1 if at_most else 0  # and the size of a stage
         self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
-        self._good = spans.under(bound)
+        self._good = fitting.under(bound)
         self._before = self._fewest_before()
         self._labels = _Labels(*(np.full((self._workers + 1, self._count + 1, 1), -1) for _ in range(3)))
         nothing = (0, self._no_limit, np.arange(1, self._workers + 1) * self._counted)  # is left: the other workers are idle
@@ -73,15 +73,15 @@ class Fit:
     def _ranges(self, a: int) -> Any:
         """The places in `Spans.ranges` of the ranges from worker a on."""
         found = []
-        for place, some in self._reach.here(a):
-            first = int(np.searchsorted(self._spans.places, place))
+        for place, some in self._fast.here(a):
+            first = int(np.searchsorted(self._fitting.places, place))
             found.append(np.arange(first + some.start, first + some.stop))
         return np.concatenate(found)
 
     def _fewest_before(self) -> Any:
         """For each worker and layer the fewest stages in front of them, as if as little was in flight as can be."""
-        cuts = self._reach.cuts(self._bound)
-        between = [cuts[self._reach.between(a)] for a in range(1, self._workers)]
+        cuts = self._fast.cuts(self._bound)
+        between = [cuts[self._fast.between(a)] for a in range(1, self._workers)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
         before = np.full(allowed.shape, _NEVER)
         before[0, 0] = 0
@@ -89,23 +89,23 @@ class Fit:
             which, here = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
             if len(here):
                 depths = np.where(self._good[which[:, None], here], before[a, here, None] + 1, _NEVER).min(1)
-                rows = a + self._spans.replicas[which]
+                rows = a + self._fitting.replicas[which]
                 before[rows] = np.where(allowed[rows], np.minimum(before[rows], depths), _NEVER)
         return before
 
     def _stages(self, a: int) -> tuple[Any, _Labels]:
         """The first layers and the labels of all stages from worker a on, each before all that is placed behind it."""
         which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
-        ends = self._labels.sent[a + self._spans.replicas[which], :, 0] >= 0
+        ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
         row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
         which, i = which[row], starts[i]
-        r = self._spans.replicas[which][:, None]
+        r = self._fitting.replicas[which][:, None]
         behind = self._labels.take(a + r[:, 0], j)
         ahead, size = 1 + -(-behind.sent // r), behind.size + self._one
         possible = (behind.sent >= 0) & (ahead * r <= behind.most) & (size + self._one * self._before[a, i][:, None] <= self._at_most)
         row, k = np.nonzero(possible)
         which, i, j, r, ahead = which[row], i[row], j[row], r[row, 0], ahead[row, k]
-        room = self._spans.room(self._bound, which, i, j, ahead, self._relaxed)
+        room = self._fitting.room(self._bound, which, i, j, ahead, self._relaxed)
         sent, most = ahead * r, (room + ahead) * r
         most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it sends no more
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
@@ -170,7 +170,7 @@ class Fit:
         """
         behind, which = np.arange(len(fits)), self._ranges(a)
         for j, row in np.argwhere(self._good[which, i].T).tolist():
-            r = int(self._spans.replicas[which[row]])
+            r = int(self._fitting.replicas[which[row]])
             labels = self._labels.take(a + r, j)
             labels = labels.take((labels.sent >= 0) & (labels.size == size))
             if len(labels.sent):
@@ -178,7 +178,7 @@ class Fit:
                 sent = np.minimum(ahead * r, len(fits) - 1)
                 wait = np.maximum(-(-before[sent] // r) - ahead, 0)
                 relaxed = self._relaxed and self._counted  # or the first that fit could be passed by
-                good = fits[sent] & (self._spans.room(self._bound, which[row], i, j, ahead, relaxed) >= wait)
+                good = fits[sent] & (self._fitting.room(self._bound, which[row], i, j, ahead, relaxed) >= wait)
                 if (good[labels.sent] & (sent[labels.sent] <= labels.most)).any():
                     return j, r, sent, good
         return None

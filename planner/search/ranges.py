@@ -11,7 +11,7 @@ from planner.search.partition import Problem
 _ENOUGH = 2**50  # bytes or inputs that wait: as good as no limit
 
 
-class Runs:
+class Ranges:
     """The runs [i, j) of a problem's layers.
 
     Attributes:
@@ -38,22 +38,22 @@ class Runs:
             for policy in {"none", *problem.policies} - {"full"}
         }
 
-    def compute(self, again: bool) -> Any:
-        """Seconds of forward and backward of the layers before each one; `again`: with recomputation."""
-        return self._compute + self._forward if again else self._compute
+    def compute(self, recompute: bool) -> Any:
+        """Seconds of forward and backward of the layers before each one; `recompute`: with recomputation."""
+        return self._compute + self._forward if recompute else self._compute
 
-    def seconds(self, i: Number, j: Number, replicas: Number, level: int, again: bool) -> Number:
-        """A microbatch of the stage [i, j), on workers that cross the levels up to `level`, -1 on one worker; `again`: it recomputes."""
+    def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
+        """A microbatch of the stage [i, j), on workers that cross the levels up to `level`, -1 on one worker, recomputing or not."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
-        if again:
+        if recompute:
             compute = compute + (self._forward[j] - self._forward[i])
         update = self._update[j] - self._update[i] + problem.dispatch
         summed = 0.0 if level < 0 else all_reduce_seconds(self._weights[j] - self._weights[i], replicas, problem.links[level])
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
         return stage_seconds(compute, update, summed, replicas, every)
 
-    def ends(self, bound: float, replicas: Any, level: int, again: bool) -> Any:
+    def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
         """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or a few more.
 
         A stage takes the larger of two sums over its layers: computing, and summing gradients behind all microbatches but one. Each sum is
@@ -63,7 +63,7 @@ class Runs:
         every = replicas if problem.microbatches == "replicas" else np.full_like(replicas, problem.microbatches)
         summing = (0.0, 0.0) if level < 0 else (all_reduce_seconds(size, replicas, problem.links[level]) for size in (0, 1))
         delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
-        compute, ends = self.compute(again), np.empty((len(replicas), self.count + 1), np.int64)
+        compute, ends = self.compute(recompute), np.empty((len(replicas), self.count + 1), np.int64)
         for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
             own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
             computing = own * compute + self._update

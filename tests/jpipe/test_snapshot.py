@@ -7,7 +7,7 @@ import pytest
 
 import jpipe
 from jpipe import InputError, Pipeline
-from jpipe.runtime import _snapshot as cut
+from jpipe.runtime import _snapshot as snapshot
 from tests.jpipe import models, running
 
 BATCHES = 7
@@ -51,7 +51,7 @@ def trained(pipe, state, batches, cuts=()):
     first = state.batch
     for t, batch in enumerate(batches, start=first):
         if t + 1 in cuts:
-            taken[t + 1] = pipe.cut(t + 1)
+            taken[t + 1] = pipe.snapshot(t + 1)
 
         def observe(event):
             for one in taken.values():
@@ -254,8 +254,8 @@ def test_another_optimizer_begins_with_fresh_state_or_is_refused(taken):
 
 def test_random_keys_and_any_other_tree_come_back():
     tree = {"key": jax.random.key(3), "pair": (np.ones(2), [np.zeros(1)]), "numbered": {7: np.arange(3)}, "none": None}
-    plain = cut.to_plain(tree)
+    plain = snapshot.to_plain(tree)
     assert plain["numbered"].keys() == {"7"}
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    running.check_equal(cut.from_plain(specs, plain, "it"), tree)
-    assert list(cut.to_plain(np.ones(2))) == ["array"]
+    running.check_equal(snapshot.from_plain(specs, plain, "it"), tree)
+    assert list(snapshot.to_plain(np.ones(2))) == ["array"]

@@ -11,26 +11,26 @@ import numpy as np
 
 from planner.cost.price import cut_seconds
 from planner.search.partition import Placed, Problem
-from planner.search.runs import Runs
+from planner.search.ranges import Ranges
 
 _AT_A_TIME = 32  # numbers of replicas
 
 
-class Reach:
+class FastRanges:
     """The search under a bound, for all bounds.
 
     Attributes:
         levels: the levels whose ranges a stage can cross, -1 for one worker, each with the replicas that it can have there.
     """
 
-    def __init__(self, problem: Problem, runs: Runs) -> None:
+    def __init__(self, problem: Problem, ranges: Ranges) -> None:
         topology = problem.topology
-        self.runs, self.workers, self._problem = runs, topology.num_workers, problem
-        some = runs.replicas
+        self.ranges, self.workers, self._problem = ranges, topology.num_workers, problem
+        some = ranges.replicas
         self.levels = [(-1, some[:1])]
         self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
         self._sizes = (1, *topology.sizes)
-        self._small = np.int16 if runs.count < 2**15 - 2 else np.int32
+        self._small = np.int16 if ranges.count < 2**15 - 2 else np.int32
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
     def here(self, a: int) -> list[tuple[int, slice]]:
@@ -44,30 +44,30 @@ class Reach:
             inner = end
         return found
 
-    def farthest(self, bound: float, again: bool) -> list[Any]:
+    def farthest(self, bound: float, recompute: bool) -> list[Any]:
         """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
 
         Args:
             bound: seconds a microbatch.
-            again: whether stages recompute.
+            recompute: whether stages recompute.
         """
-        if (bound, again) not in self._known:
-            self._known[bound, again] = [
-                self._exactly(bound, again, *level) for level in zip(self.about(bound, again), self.levels, strict=True)
+        if (bound, recompute) not in self._known:
+            self._known[bound, recompute] = [
+                self._exactly(bound, recompute, *level) for level in zip(self.about(bound, recompute), self.levels, strict=True)
             ]
-        return self._known[bound, again]
+        return self._known[bound, recompute]
 
-    def about(self, bound: float, again: bool) -> list[Any]:
+    def about(self, bound: float, recompute: bool) -> list[Any]:
         """What `farthest` finds, or a little more: sums of floats round."""
-        return [self.runs.ends(bound, some, level, again) for level, some in self.levels]
+        return [self.ranges.ends(bound, some, level, recompute) for level, some in self.levels]
 
-    def _exactly(self, bound: float, again: bool, about: Any, level: tuple[int, Any]) -> Any:
+    def _exactly(self, bound: float, recompute: bool, about: Any, level: tuple[int, Any]) -> Any:
         """Take back the ends that are too far by what a stage costs."""
-        ends, first = about.ravel(), np.tile(np.arange(self.runs.count + 1), len(about))
-        replicas = np.repeat(level[1], self.runs.count + 1)
+        ends, first = about.ravel(), np.tile(np.arange(self.ranges.count + 1), len(about))
+        replicas = np.repeat(level[1], self.ranges.count + 1)
         some = np.nonzero(first < ends)[0]
         while len(some):
-            some = some[self.runs.seconds(first[some], ends[some], replicas[some], level[0], again) > bound]
+            some = some[self.ranges.seconds(first[some], ends[some], replicas[some], level[0], recompute) > bound]
             ends[some] -= 1
             some = some[first[some] < ends[some]]
         return ends.reshape(about.shape).astype(self._small)
@@ -82,7 +82,7 @@ class Reach:
             ends: what `about` has found.
             cuts: what `cuts` has found.
         """
-        count, workers, replicas = self.runs.count, self.workers, self.runs.replicas
+        count, workers, replicas = self.ranges.count, self.workers, self.ranges.replicas
         inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
         farthest = np.concatenate([table[some > few] for table, (_, some), few in zip(ends, self.levels, inside, strict=True)])
         order = np.arange(count + 1)
@@ -98,23 +98,23 @@ class Reach:
             last[a] = farthest[which, before[last[a - some]]].max()
         return first, last
 
-    def at_least(self, again: bool) -> float:
+    def at_least(self, recompute: bool) -> float:
         """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
-        start = np.arange(self.runs.count)
-        each = [self.runs.seconds(start, start + 1, some[:, None], level, again) for level, some in self.levels]
-        return max(float(np.concatenate(each).min(0).max()), float(self.runs.compute(again)[-1] / self.workers))
+        start = np.arange(self.ranges.count)
+        each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
+        return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.workers))
 
-    def alone(self, again: bool) -> Placed:
+    def alone(self, recompute: bool) -> Placed:
         """The fastest stage of all layers."""
         options = []
         for place, some in self.here(0):
             level, replicas = self.levels[place]
-            options += [(float(self.runs.seconds(0, self.runs.count, r, level, again)), r) for r in replicas[some].tolist()]
-        return Placed(0, self.runs.count, 0, min(options)[1])
+            options += [(float(self.ranges.seconds(0, self.ranges.count, r, level, recompute)), r) for r in replicas[some].tolist()]
+        return Placed(0, self.ranges.count, 0, min(options)[1])
 
     def cuts(self, bound: float) -> list[Any]:
         """For each of `levels` which cuts are fast enough for it; the first and the last are none."""
-        sizes = self.runs.outputs
+        sizes = self.ranges.outputs
         links = self._problem.links
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
@@ -123,32 +123,32 @@ class Reach:
         return self._problem.topology.level(a - 1, a) + 1
 
 
-class Reached:
+class FastPlacement:
     """What can be placed under one bound.
 
     Attributes:
         feasible: whether all layers can be placed from worker 0 on.
     """
 
-    def __init__(self, reach: Reach, bound: float, again: bool) -> None:
-        self._reach, self._bound, self._again = reach, bound, again
-        self._cuts = reach.cuts(bound)
-        first, last = reach.windows(reach.about(bound, again), self._cuts)
+    def __init__(self, fast: FastRanges, bound: float, recompute: bool) -> None:
+        self._fast, self._bound, self._recompute = fast, bound, recompute
+        self._cuts = fast.cuts(bound)
+        first, last = fast.windows(fast.about(bound, recompute), self._cuts)
         self.feasible = not first[0]
         if not self.feasible:
             return
-        self._farthest = farthest = reach.farthest(bound, again)
-        count, workers = reach.runs.count, reach.workers
+        self._farthest = farthest = fast.farthest(bound, recompute)
+        count, workers = fast.ranges.count, fast.workers
         self._placed = np.zeros((workers + 1, count + 1), bool)
         self._placed[1:, count] = True  # nothing is left: the other workers are idle
         never = count + 1
-        self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in reach.levels]
+        self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in fast.levels]
         order = np.arange(count + 1, dtype=farthest[0].dtype)
         for a in range(workers, -1, -1):
             window = slice(int(first[a]), min(int(last[a]) + 1, count))
-            for place, some in reach.here(a) if a < workers else ():
+            for place, some in fast.here(a) if a < workers else ():
                 self._place(a, place, some, window)
-            for place in range(len(reach.levels)):
+            for place in range(len(fast.levels)):
                 ends = np.where(self._continued(a, place), order, never)
                 self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
         self.feasible = bool(self._placed[0, 0])
@@ -158,7 +158,7 @@ class Reached:
 
         A few replicas after the other, each time from the first to the last layer of which that is not known: mostly few are left soon.
         """
-        replicas, placed = self._reach.levels[place][1], self._placed[a]
+        replicas, placed = self._fast.levels[place][1], self._placed[a]
         for begin in range(some.start, some.stop, _AT_A_TIME):
             open_ = np.nonzero(self._cuts[place][window] & ~placed[window])[0]
             if not len(open_):
@@ -173,21 +173,21 @@ class Reached:
         if a == 0:
             return np.zeros_like(self._placed[a])
         allowed = self._placed[a] & self._cuts[place]
-        return allowed & self._cuts[self._reach.between(a)] if a < self._reach.workers else allowed
+        return allowed & self._cuts[self._fast.between(a)] if a < self._fast.workers else allowed
 
     def some(self) -> tuple[Placed, ...]:
         """Any stages that are fast enough: each time the fastest one that goes on."""
-        runs, stages, i, a = self._reach.runs, list[Placed](), 0, 0
-        while i < runs.count:
+        ranges, stages, i, a = self._fast.ranges, list[Placed](), 0, 0
+        while i < ranges.count:
             options = []
-            for place, some in self._reach.here(a):
-                level, all_replicas = self._reach.levels[place]
+            for place, some in self._fast.here(a):
+                level, all_replicas = self._fast.levels[place]
                 replicas = all_replicas[some]
                 ends = self._next[place][a + replicas, i]
                 good = (ends <= self._farthest[place][some, i]) & self._cuts[place][i]
                 if good.any():
                     replicas, ends = replicas[good], ends[good].astype(np.int64)
-                    seconds = runs.seconds(i, ends, replicas, level, self._again) * replicas
+                    seconds = ranges.seconds(i, ends, replicas, level, self._recompute) * replicas
                     n = np.lexsort((ends, replicas, seconds))[0]
                     options.append((float(seconds[n]), int(replicas[n]), int(ends[n])))
             _, r, j = min(options)
@@ -197,17 +197,17 @@ class Reached:
 
     def first(self) -> tuple[Placed, ...]:
         """Of all that are fast enough the fewest stages on the fewest workers, then from the front the earliest cuts, fewest replicas."""
-        reach, runs = self._reach, self._reach.runs
-        base = reach.workers + 1
+        fast, ranges = self._fast, self._fast.ranges
+        base = fast.workers + 1
         least, tables = self._least(base)
         stages, i, a = list[Placed](), 0, 0
-        while i < runs.count:
+        while i < ranges.count:
             options = []
-            for place, some in reach.here(a):
-                replicas = reach.levels[place][1][some]
+            for place, some in fast.here(a):
+                replicas = fast.levels[place][1][some]
                 if self._cuts[place][i]:
                     behind = tables[place][a + replicas, 0, i + 1 :] == least[a, i] - base
-                    near = np.arange(i + 1, runs.count + 1) <= self._farthest[place][some, i][:, None]
+                    near = np.arange(i + 1, ranges.count + 1) <= self._farthest[place][some, i][:, None]
                     found = np.argwhere((behind & near).T)
                     options += [(i + 1 + int(j), int(replicas[n])) for j, n in found[:1]]
             j, r = min(options)
@@ -217,20 +217,20 @@ class Reached:
 
     def _least(self, base: int) -> tuple[Any, list[Any]]:
         """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over runs of 2^k ends."""
-        reach, count = self._reach, self._reach.runs.count
+        fast, count = self._fast, self._fast.ranges.count
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base
-        least = np.full((reach.workers + 1, count + 1), never, np.int32)
-        least[1:, count] = np.arange(1, reach.workers + 1)
-        tables = [np.full((reach.workers + 1, power[-1] + 1, count + 1), never, np.int32) for _ in reach.levels]
-        for a in range(reach.workers, -1, -1):
-            for place, some in reach.here(a) if a < reach.workers else ():
+        least = np.full((fast.workers + 1, count + 1), never, np.int32)
+        least[1:, count] = np.arange(1, fast.workers + 1)
+        tables = [np.full((fast.workers + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.levels]
+        for a in range(fast.workers, -1, -1):
+            for place, some in fast.here(a) if a < fast.workers else ():
                 starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
                 if not len(starts):
                     continue
                 ends = self._farthest[place][some][:, starts].astype(np.int64)
                 k = power[ends - starts]
-                rows = (a + reach.levels[place][1][some])[:, None]
+                rows = (a + fast.levels[place][1][some])[:, None]
                 found = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
                 found = np.where(ends > starts, found, never).min(0) + base
                 least[a, starts] = np.minimum(least[a, starts], found)

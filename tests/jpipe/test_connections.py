@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jpipe.processes._collectives import AXIS, Group
-from jpipe.processes._links import Link, Reduction
+from jpipe.processes._connections import Connection, Reduction
 
 LIMIT = 60  # seconds for everything; only a deadlock comes near
 DEVICES = (2, 1, 1)  # of each process
@@ -85,7 +85,7 @@ def link_of(world, source, to, *specs):
     """The link if it is of this process, compiled for some specs."""
     if world.here not in (source.process_index, to.process_index):
         return None
-    link = Link(source, to)
+    link = Connection(source, to)
     for spec in specs:
         link.compile(spec)
     return link
@@ -300,10 +300,10 @@ def mistakes_are_told(world):
     spec, other = {"y": jax.ShapeDtypeStruct((2, 3), "float32")}, {"y": jax.ShapeDtypeStruct((3, 2), "bfloat16")}
     a, b, c = world.first[0], world.first[1], world.second
     with pytest.raises(AssertionError, match="not one device in each of several processes"):
-        Link(a, c)
+        Connection(a, c)
     if world.here == 2:
         with pytest.raises(AssertionError, match="none of the devices is in this process"):
-            Link(a, b)
+            Connection(a, b)
         return
     link, reduction = link_of(world, a, b), Reduction([a, b])
     use = link.send if world.here == 0 else link.receive
@@ -372,7 +372,7 @@ def happened(tmp_path_factory):
             for process, file in enumerate(files):
                 if cores:  # a child has the one core it starts with: its computations share one thread, and what blocks that blocks all
                     os.sched_setaffinity(0, {sorted(cores)[process % len(cores)]})
-                command = [sys.executable, "-m", "tests.jpipe.test_links", str(process), str(port), str(file)]
+                command = [sys.executable, "-m", "tests.jpipe.test_connections", str(process), str(port), str(file)]
                 children.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
             if cores:
                 os.sched_setaffinity(0, cores)

@@ -22,7 +22,7 @@ _BYTE = Spec((), jnp.uint8)
 _BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
 
 
-class Link:
+class Connection:
     """One direction between two devices of different processes.
 
     Both processes make the link and compile the same specs before anything moves; then the receiver takes the messages in the order in
@@ -134,7 +134,7 @@ class Reduction:
             self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
 
     def connect(self) -> None:
-        """Open the connections, as `Link.connect` does."""
+        """Open the connections, as `Connection.connect` does."""
         for group, gather in self._bytes.items():
             gather(group.zeros(_BYTE))
 
