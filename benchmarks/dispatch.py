@@ -22,7 +22,7 @@ def measure() -> list[dict[str, Any]]:
         plan = Plan.even(_stack().ids, STAGES, name, MICROBATCHES)
         micros = _microbatch_time(plan) * 1e6
         instructions = len(lower(plan, 40).instructions) / 40 / MICROBATCHES
-        rows.append({"figure": f"dispatch, {name}: µs a microbatch, {STAGES} stages", "measured": micros, "goal": "<= 500"})
+        rows.append({"figure": f"dispatch, {name}: µs per microbatch, {STAGES} stages", "measured": micros, "goal": "<= 500"})
         rows.append(
             {
                 "figure": f"dispatch, {name}: µs an instruction ({instructions:.1f} a microbatch)",

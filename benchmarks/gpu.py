@@ -72,7 +72,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Sequences a second of the pipeline and of the plain step, round by round."""
+    """Sequences per second of the pipeline and of the plain step, round by round."""
     stack, batch = gpt.stack(sizes), gpt.data(sizes, options.microbatches)
     plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute)
     device = jax.devices()[0]

@@ -22,7 +22,7 @@ _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ")  # as a t
 
 
 class ProgramFailed(Exception):
-    """A program that did not do what it was told; says which, and its last words."""
+    """A program that did not do what it was told; says which, and its closing lines."""
 
 
 class Program:

@@ -51,7 +51,7 @@ def main(steps: int = 100) -> None:
     state = pipe.init(jax.random.key(0), batch)
     for _ in range(steps):
         state, _ = pipe.step(state, batch)
-    print("loss", float(pipe.evaluate(state, batch).loss), "nats a byte")
+    print("loss", float(pipe.evaluate(state, batch).loss), "nats per byte")
 
 
 if __name__ == "__main__":

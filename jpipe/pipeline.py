@@ -73,7 +73,7 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
 class Pipeline:
     """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
 
-    `init` proves the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
+    `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
     `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
     workers on its own devices.
 
@@ -83,7 +83,7 @@ class Pipeline:
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
             its total weight, so microbatches with padding or masks count for what they hold.
         optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
-            does not is found out and refused by `init`.
+            does not is detected and rejected by `init`.
         devices: where the workers run, one for each, stage by stage; by default the plan's placement among the devices of all
             processes, several neighbouring workers to a device where there are too few.
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
@@ -241,7 +241,7 @@ class Pipeline:
         Asynchronous schedules do not finish all of it: the rest stays in flight in the state.
 
         Args:
-            state: used up; use the returned one from here on.
+            state: consumed; use the returned one from here on.
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
                 a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
@@ -272,7 +272,7 @@ class Pipeline:
         `sync_state` false. A layer that reads its state while it trains goes on from there.
 
         Args:
-            state: used up, if anything is in flight; use the returned one from here on.
+            state: consumed if anything is in flight; use the returned one from here on.
             observe: as in `step`.
 
         Returns:
@@ -294,7 +294,7 @@ class Pipeline:
         `sync_state` false.
 
         Args:
-            state: any state that is not used up.
+            state: any state that is not consumed.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
             metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
                 stage. They are compiled when they are first seen, so give the same function objects each time. The same in all
@@ -500,7 +500,7 @@ class Pipeline:
                 "make one with init, or take a Cut of the other run and restore it here"
             )
         if any(_is_used_up(worker) for worker in state.workers):
-            raise InputError("state: it was used up by step or drain already; go on with the state that call returned")
+            raise InputError("state: step or drain has already consumed it; go on with the state that call returned")
 
     def _drained(self, state: State, observe: Observer | None = None) -> State:
         """The state with nothing in flight; layer state is what each replica has made of it."""
@@ -621,7 +621,7 @@ def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
     if plan.schedule == "pipedream" and not plan.vertical_sync:
         why = "weight stashing cannot clip: its first stages know the norm only after its last ones had to update"
     else:
-        why = f"clipping with the asynchronous schedule '{plan.schedule}' is not there yet"
+        why = f"clipping with the asynchronous schedule '{plan.schedule}' is not supported"
     raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
 
 

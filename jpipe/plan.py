@@ -228,7 +228,7 @@ class Plan(pydantic.BaseModel):
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
             schedule: a name of `jpipe.schedules.SCHEDULES`.
-            microbatches: microbatches an update, over all replicas.
+            microbatches: microbatches per update, over all replicas.
             replicas: of every stage, or one number for each.
             recompute: a policy for all stages, or one for each.
             fields: the other fields of `Plan`.
@@ -362,6 +362,6 @@ class _Twice:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; of a key that is there twice, `json` by itself takes the last without a word."""
+    """A JSON object as a dict; of a key that is there twice, `json` by itself silently takes the last."""
     times = Counter(key for key, _ in pairs)
     return {key: value if times[key] == 1 else _Twice() for key, value in pairs}

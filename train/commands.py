@@ -37,14 +37,14 @@ def train(
         plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
         resume: Go on from the newest checkpoint in run.dir: where there is one (auto), in any case (must), or not at all (never).
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
-        coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are found out.
+        coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are detected.
         num_processes: Several processes: how many.
         process_id: Several processes: the number of this one, from 0.
         connect_limit: Several processes: how long each waits for the others at the start.
         wait_limit: Several processes: how long none of them may get on before the run is given up; more than a microbatch takes.
         secret_file: Several processes: what they recognize each other by, the same for all; by default the variable JPIPE_SECRET.
     """
-    # JAX is imported by these, so not above: `--help` and slips of the keyboard are answered at once.
+    # JAX is imported by these, so not above: `--help` and typos are answered at once.
     with interrupt.held():
         from jpipe import InputError, PeerLost, keep_freed_memory
         from train.checkpoint import run_folder
@@ -137,7 +137,7 @@ def plan(
         config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is left aside.
         overrides: Replace one key of the config, such as model.depth=8.
         topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices of this one.
-        profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default found out.
+        profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
         batch: Rows between two updates; by default the config's batch size.
         up_to: Fewer rows than that will do, where they train faster.
         rows: Of a microbatch of a graph.txt; by default 1.

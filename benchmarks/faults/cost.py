@@ -83,7 +83,7 @@ class _Training:
         return time.perf_counter() - began, self._stalled
 
     def turns(self, rounds: int) -> dict[str, float]:
-        """Blocks with a checkpoint and without by turns, the first two not counted: medians of seconds a step, and of their ratios."""
+        """Blocks with a checkpoint and without by turns, the first two not counted: medians of seconds per step, and of their ratios."""
         blocks = [(self.block(saves=True), self.block(saves=False)) for _ in range(rounds + 1)][1:]
         return {
             "step with": statistics.median(saving[0] for saving, _ in blocks) / self.every,

@@ -105,7 +105,7 @@ class _Measurement:
         }
 
     def _rate(self, entry: Entry, program: Program, steps: dict[int, int]) -> float:
-        """Sequences a second."""
+        """Sequences per second."""
         answers = program.run(steps[self.microbatches])
         rate = steps_per_second([answer["ends"] for answer in answers]) * PEERS.rows * self.microbatches
         return rate / entry.processes if entry.together else rate

@@ -40,7 +40,7 @@ class Row(NamedTuple):
         plan: what was run.
         rows: of a microbatch.
         predicted: from the profile.
-        measured: seconds a step.
+        measured: seconds per step.
         slower: how many times as long as at the time of the profile the cores needed, meanwhile, for one and the same computation.
         peaks: bytes, by worker.
     """

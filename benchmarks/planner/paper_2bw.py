@@ -90,7 +90,7 @@ def chosen(profile: Profile, topology: Topology, batches: Sequence[int]) -> Iter
 
 
 def speed_ups(profile: Profile, topology: Topology, depth: int, batches: Sequence[int]) -> Iterator[Row]:
-    """Samples a second of each schedule under the conditions of figure 6, simulated.
+    """Samples per second of each schedule under the conditions of figure 6, simulated.
 
     All stages recompute in full, and microbatches are the largest with which 2BW fits and has as many of them as stages.
     """

@@ -1,7 +1,7 @@
 """What the planner says of table 1 of PipeDream (SOSP 2019), beside the paper's configurations and its own recurrence.
 
 The models are profiled on paper for the device of cluster A, with the paper's microbatches. Each is searched with an update after one
-microbatch of each replica, the paper's rule, and with one for all stages after four microbatches a worker, as jpipe does by default.
+microbatch of each replica, the paper's rule, and with one for all stages after four microbatches per worker, as jpipe does by default.
 """
 
 from pathlib import Path

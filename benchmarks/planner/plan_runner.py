@@ -45,8 +45,8 @@ def main(index: int, count: int, port: int) -> None:
         text = profile().to_json()
     paces.append(pace())
     if index == 0:
-        processes.tell("profile", list(map(float, text.encode())))
-    found = Profile.from_json(bytes(map(int, processes.told("profile", 0))).decode())
+        processes.broadcast("profile", list(map(float, text.encode())))
+    found = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
     topology = local_topology(dispatch=found.dispatch)
     facts = {"profile": json.loads(found.to_json()), "topology": topology.model_dump(mode="json")}
     print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)

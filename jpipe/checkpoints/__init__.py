@@ -15,7 +15,6 @@ import numpy as np
 from jpipe.checkpoints import files
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
-from jpipe.files import resolved
 from jpipe.pipeline import Pipeline, join_processes
 from jpipe.processes._membership import Processes
 from jpipe.runtime._batch import Batch
@@ -77,7 +76,7 @@ def save(
             prune(place, keep)
         return
     assert processes is not None
-    processes.tell(_ended(snapshot.batch, index, well=problem is None), [])  # process 0 waits for it
+    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), [])  # process 0 waits for it
     if problem is not None:
         raise problem
 
@@ -168,7 +167,7 @@ def _complete(
     count, end = 1 if processes is None else processes.count, time.monotonic() + limit
 
     def heard(k: int, well: bool) -> bool:
-        return processes is not None and processes.heard(_ended(step, k, well=well))
+        return processes is not None and processes.has_message(_ended(step, k, well=well))
 
     # A part of an earlier attempt may be there: only the process itself knows when that of this one is.
     while time.monotonic() < end and not all(heard(k, True) or heard(k, False) for k in range(1, count)):

@@ -55,7 +55,7 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         graphs[False] = split(module)[0]
         return parts
 
-    with callers_code(lambda error: f"layer '{layer_id}': its constructor fails: {cause(error)}; mend it there"):
+    with callers_code(lambda error: f"layer '{layer_id}': its constructor fails: {cause(error)}; fix it there"):
         abstract = jax.eval_shape(trace, key_spec())
     # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
     mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)

@@ -159,7 +159,7 @@ class LayerStack:
             is_of_shapes = isinstance(error, (TypeError, ValueError))
             fit = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
             return (
-                f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {fit}mend '{layer_id}'"
+                f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {fit}fix '{layer_id}'"
             )
 
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:

@@ -227,7 +227,7 @@ class Channel:
                             caller.link.close()
                     await asyncio.sleep(_LOOK)
         finally:
-            if told := door.told():
+            if told := door.summary():
                 os.write(2, f"jpipe: {told} while the processes joined\n".encode())
 
     async def _talk_with(self, caller: Caller) -> None:
@@ -272,7 +272,7 @@ class Channel:
                 else:
                     self._take(json.loads(line))
         if not self._closing.is_set():
-            how = f"process {peer} ended without a word: it was killed or crashed, see its own output"
+            how = f"process {peer} disconnected unexpectedly: it was killed or crashed, see its own output"
             self._lose(how, at_once=peer == 0)
 
     def _send(self, message: Message) -> None:

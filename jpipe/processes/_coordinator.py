@@ -46,10 +46,10 @@ class Coordinator:
 
         Args:
             sender: the index of a process.
-            message: one of `tell`, `meet`, `stop` and `beat`.
+            message: one of `broadcast`, `meet`, `stop` and `beat`.
         """
         match message:
-            case {"tell": _}:
+            case {"broadcast": _}:
                 return message
             case {"meet": place, "facts": facts}:
                 present = self._meetings.setdefault(place, {})

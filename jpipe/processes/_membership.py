@@ -57,7 +57,7 @@ class Processes:
         self._lost: str | None = None
         self._failed: BaseException | None = None
         self._answers: dict[str, list[str]] = {}
-        self._told: dict[str, tuple[float, ...]] = {}
+        self._messages: dict[str, tuple[float, ...]] = {}
         self._left = False  # whether the caller knows how the run ended, and says so itself
         self._waits: dict[int, _Wait] = {}  # one a thread
         self._channel = Channel(index, count, limits, self._take, self._beat)
@@ -119,7 +119,7 @@ class Processes:
         """
         self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
 
-    def tell(self, name: str, values: Sequence[float]) -> None:
+    def broadcast(self, name: str, values: Sequence[float]) -> None:
         """Send numbers to all processes, this one too; does not wait.
 
         Args:
@@ -127,9 +127,9 @@ class Processes:
             values: they arrive bit for bit.
         """
         self._calls += 1
-        self._channel.post({"tell": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
+        self._channel.post({"broadcast": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
 
-    def told(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
+    def receive(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
         """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 65,536 are kept.
 
         Args:
@@ -141,16 +141,16 @@ class Processes:
             PeerLost: the run is lost.
         """
         with self.waiting(name if what is None else what, on):
-            self._await(lambda: name in self._told)
-            return self._told.pop(name)
+            self._await(lambda: name in self._messages)
+            return self._messages.pop(name)
 
-    def heard(self, name: str) -> bool:
+    def has_message(self, name: str) -> bool:
         """Whether numbers that a process tells have come here and nobody has read them; does not wait.
 
         Args:
             name: under which they are told; where none are read, several processes may tell them, and more than once.
         """
-        return name in self._told
+        return name in self._messages
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
@@ -221,10 +221,10 @@ class Processes:
             self._changed.wait_for(lambda: self._lost is not None, timeout=self._limits.grace)
 
     def close(self) -> None:
-        """Part from the others: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
+        """Leave the run: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
 
         After a loss: the caller has told the user how the run ended, and ends by itself. JAX waits at its exit for processes that
-        never come, so this one is still ended, now without a word, when `Limits.grace` is over.
+        never come, so this one is still ended, now without a message, when `Limits.grace` is over.
 
         Raises:
             PeerLost: a process was lost before all were here.
@@ -236,7 +236,7 @@ class Processes:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave when Python ends: part from the others, or tell them what ends this process; for `atexit`. After `close` it does nothing.
+        """Leave when Python ends: leave the run, or tell the others what ends this process; for `atexit`. After `close` it does nothing.
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
@@ -298,11 +298,11 @@ class Processes:
                     self._answers[place] = differences
                     if place == _END:
                         self._channel.hang_up()
-                case {"tell": name, "values": values}:
+                case {"broadcast": name, "values": values}:
                     data = bytes.fromhex(values)
-                    self._told[name] = struct.unpack(f"<{len(data) // 8}d", data)
-                    if len(self._told) > _NUMBERS:
-                        del self._told[next(iter(self._told))]
+                    self._messages[name] = struct.unpack(f"<{len(data) // 8}d", data)
+                    if len(self._messages) > _NUMBERS:
+                        del self._messages[next(iter(self._messages))]
                 case {"lost": how}:
                     self._lose(how, message.get("at once", False))
             self._changed.notify_all()

@@ -211,7 +211,7 @@ class Door:
             self._drop(waiting, "that said nothing in time")
         return let_in
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """What was dropped, in words; nothing if nothing was."""
         if not (total := self.dropped.total()):
             return ""

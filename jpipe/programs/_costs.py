@@ -83,7 +83,7 @@ class Link:
     """What joins two workers; each direction carries one message at a time.
 
     Attributes:
-        bandwidth: bytes a second.
+        bandwidth: bytes per second.
         latency: seconds from the end of sending to the arrival; it does not keep the link busy.
         ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
             direction from the one worker to the other.

@@ -1,4 +1,4 @@
-"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` proves and the runtime interprets."""
+"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` verifies and the runtime interprets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Run programs without devices: prove order, versions, absence of deadlock and of leaks; predict time, bubble, memory and bytes moved."""
+"""Run programs without devices: verify order, versions, absence of deadlock and of leaks; predict time, bubble, memory and bytes moved."""
 
 import math
 from bisect import bisect_right, insort
@@ -63,10 +63,10 @@ class Prediction:
 
 
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:
-    """Prove a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
+    """Verify a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
 
     Every worker runs its own part, a transfer waits until both sides have come to it, an update until all replicas have begun to
-    sum their gradients and the sum has gone round (2 (r - 1) / r of them leave each worker). Proved, independently of `lower`:
+    sum their gradients and the sum has gone round (2 (r - 1) / r of them leave each worker). Verified, independently of `lower`:
     each worker computes in the order of the schedule and reads the versions of its formula; every version read is alive,
     and no more are than the schedule allows; each update sees exactly its batch; every buffer is made before it is used
     and used once; nothing is left behind; the workers do not wait for each other forever; the total order extends data
@@ -82,7 +82,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         Timeline, memory and what follows from them, in the units of the costs.
 
     Raises:
-        ProgramError: the proof fails; says where, with the grid.
+        ProgramError: the verification fails; says where, with the grid.
         InputError: a program of a part of a run, or not one cost for each stage.
     """
     if not isinstance(program, Program):

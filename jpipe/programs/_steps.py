@@ -22,10 +22,10 @@ class Steps:
 
     @cached_property
     def proved_runs(self) -> tuple[Program, ...]:
-        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both proved.
+        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both verified.
 
         Raises:
-            ProgramError: the proof fails.
+            ProgramError: the verification fails.
         """
         runs = tuple(self._lower(first + 2 * self._full + 1, first, first, True) for first in (0, 2 * self._full))
         for program in runs:

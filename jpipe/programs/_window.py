@@ -1,4 +1,4 @@
-"""Some batches cut out of a run where the pipeline is in its stride: step time and bubble, predicted and measured alike."""
+"""Some batches cut out of a run where the pipeline is in steady state: step time and bubble, predicted and measured in the same way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds a batch."""
+        """Seconds per batch."""
         return self.seconds / self.batches
 
     @property
@@ -79,7 +79,7 @@ def predict_window(
         clips: whether the pipeline clips by the global norm.
         link: between the workers, as in `simulate`.
     """
-    start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in its stride when the window begins
+    start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
     prediction = simulate(program, costs, link)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)

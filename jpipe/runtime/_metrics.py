@@ -109,7 +109,7 @@ class MetricsExchange:
             if batch in found.losses:
                 _tell(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
             words = f"the loss of batch {batch}"
-            read = functools.cache(functools.partial(self._processes.told, name, self._devices[last].process_index, words))
+            read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
             for i, held in enumerate(metrics if self._clips else metrics[:2]):
                 held[batch] = RemoteScalar(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
         return metrics
@@ -132,7 +132,7 @@ class MetricsExchange:
         @functools.cache
         def read() -> list[tuple[float, float]]:
             words = "the loss of an evaluation"
-            told = [processes.told(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            told = [processes.receive(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
             rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in told]
             parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
             means = (_mean([(part[i, 0], part[i, 1]) for part in parts]) for i in range(1 + len(names)))
@@ -161,7 +161,7 @@ def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
     def work() -> None:
         try:
-            processes.tell(name, [float(number) for number in numbers()])
+            processes.broadcast(name, [float(number) for number in numbers()])
         except PeerLost:  # the main thread is told of it
             pass
         except BaseException as error:

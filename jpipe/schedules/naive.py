@@ -1,6 +1,6 @@
 """Naive model parallelism: one microbatch at a time walks through all stages and back; one worker computes, the others wait.
 
-3 stages, 2 microbatches a batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
+3 stages, 2 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
     tick     |    0    1     2 3 4    5 6    7 8    9   10     11 12 13    14 15    16 17
     worker 0 | F0.0    .     . . .    . . B0.0 - F1.0    .      .  .  .     .  . B1.0*  -

@@ -1,6 +1,6 @@
 """PipeDream: one forward, one backward in turn, never a flush; each stage stashes the versions its microbatches in flight have read.
 
-3 stages, 1 microbatch a batch, 5 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
+3 stages, 1 microbatch per batch, 5 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
     tick     |    0    1      2 3 4      5 6     7      8    9    10     11   12    13     14 15    16    17 18    19 20
     worker 0 | F0.0 F1.0   F2.0 . .      . . B0.0*      - F3.1 B1.0*      - F4.2 B2.0*      -  . B3.1*     -  . B4.2*  -

@@ -1,6 +1,6 @@
 """PipeDream-2BW: one forward, one backward in turn, never a flush; two weight versions, one update every m microbatches.
 
-3 stages, 3 microbatches a batch, 2 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
+3 stages, 3 microbatches per batch, 2 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
     tick     |    0    1     2 3 4     5 6    7      8    9   10    11   12    13    14   15   16     17 18   19    20 21    22 23
     worker 0 | F0.0 F1.0  F2.0 . .     . . B0.0      - F3.0 B1.0     - F4.0 B2.0*     - F5.0 B3.0      -  . B4.0     -  . B5.0*  -

@@ -1,6 +1,6 @@
 """PipeDream-Flush: one forward, one backward in turn, with a flush after each batch. GPipe's bubble, fewer activations.
 
-3 stages, 4 microbatches a batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
+3 stages, 4 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
     tick     |    0    1     2 3 4     5 6    7     8    9   10     11 12   13    14 15    16 17
     worker 0 | F0.0 F1.0  F2.0 . .     . . B0.0     - F3.0 B1.0      -  . B2.0     -  . B3.0*  -

@@ -13,7 +13,7 @@ import jpipe
 
 
 def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
-    """Seconds a batch that the busiest worker computes at least, or, if longer, all workers share their cores for.
+    """Seconds per batch that the busiest worker computes at least, or, if longer, all workers share their cores for.
 
     A pipeline that is flushed has to be filled up to a stage and to be drained from it.
     """
@@ -26,7 +26,7 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], co
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
-    """Seconds a batch that all workers together compute."""
+    """Seconds per batch that all workers together compute."""
     seconds = 0.0
     for s, cost in enumerate(costs):
         seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
@@ -34,7 +34,7 @@ def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
 
 
 def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> float:
-    """Seconds a batch that the busiest port sends."""
+    """Seconds per batch that the busiest port sends."""
     loads: defaultdict[Hashable, float] = defaultdict(float)
     for s in range(plan.depth - 1):
         pairs = lcm(*plan.replicas[s : s + 2])

@@ -29,7 +29,7 @@ def cut_seconds(size: Number, link: jpipe.Link) -> Number:
 
 
 def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas: Number, microbatches: Number) -> Number:
-    """Seconds a microbatch that a stage of a pipeline in its stride needs, shared by its replicas.
+    """Seconds per microbatch that a stage of a pipeline in steady state needs, shared by its replicas.
 
     Between two updates each replica computes M_s / r_s microbatches and updates once; the sum of the gradients is hidden behind the
     forward and backward that follow it, and waited for as far as it takes longer than they do. With M_s = r_s that is the larger of
@@ -184,7 +184,7 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
     Args:
         times: of the stages and cuts.
         microbatches: m of each pipeline between two updates; its last axis has length 1.
-        rounds: how many times as long as one microbatch a batch takes: m without a flush, m + d - 1 with, m d one after the other.
+        rounds: how many times as long as one microbatch per batch takes: m without a flush, m + d - 1 with, m d one after the other.
     """
     moved = np.zeros(times.own.shape[-1])
     moved[1:] += times.cuts

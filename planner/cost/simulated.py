@@ -85,7 +85,7 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """The first batch of the window that is simulated, where the pipeline is in its stride, and how many batches it has."""
+    """The first batch of the window that is simulated, where the pipeline is in steady state, and how many batches it has."""
     most = max(plan.replicas)
     late = 1 if most > 1 else 0  # hidden sums take longer to settle
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:

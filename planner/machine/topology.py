@@ -29,7 +29,7 @@ _PREFIXES = {
     "Ti": 2.0**40,
 }
 _UNITS: Mapping[str, tuple[dict[str, float], str]] = {
-    "bytes a second": ({"B/s": 1.0, "bit/s": 1 / 8}, "25 Gbit/s or 30 GB/s"),
+    "bytes per second": ({"B/s": 1.0, "bit/s": 1 / 8}, "25 Gbit/s or 30 GB/s"),
     "bytes": ({"B": 1.0}, "16 GB or 16 GiB"),
     "FLOP/s": ({"FLOP/s": 1.0, "FLOPS": 1.0}, "125 TFLOP/s"),
 }
@@ -37,7 +37,7 @@ _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 
 
 def _in(unit: str) -> BeforeValidator:
-    """Take a number, or text with a unit: `25 Gbit/s` where bytes a second are wanted."""
+    """Take a number, or text with a unit: `25 Gbit/s` where bytes per second are wanted."""
     units, example = _UNITS[unit]
 
     def convert(value: Any) -> Any:
@@ -95,14 +95,14 @@ class Level(_Data):
 
     Attributes:
         count: how many components one of this level joins.
-        bandwidth: bytes a second that a component sends to the others of its level, and as many that it receives, all its workers
+        bandwidth: bytes per second that a component sends to the others of its level, and as many that it receives, all its workers
             together; a number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: for people: `NVLink`, `Ethernet`.
     """
 
     count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
-    bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible]
+    bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible]
     latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     name: str = ""
 
@@ -115,14 +115,14 @@ class Device(_Data):
         memory: bytes; None: not limited.
         flops: operations a second at best, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
-        memory_bandwidth: bytes a second; for analytic profiles.
+        memory_bandwidth: bytes per second; for analytic profiles.
     """
 
     name: str = "device"
     memory: Annotated[float, _in("bytes"), Positive, _Possible] | None = None
     flops: dict[str, Annotated[float, _in("FLOP/s"), Positive, _Possible]] = {}
     efficiency: Annotated[float, Field(gt=0, le=1), AfterValidator(_share)] = 0.5
-    memory_bandwidth: Annotated[float, _in("bytes a second"), Positive, _Possible] | None = None
+    memory_bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible] | None = None
 
     @pydantic.field_validator("flops")
     @classmethod

@@ -42,12 +42,12 @@ class Ranked:
 
     @property
     def most(self) -> float:
-        """Rows a second that it can have at most, where it was not simulated for that; else infinity."""
+        """Rows per second that it can have at most, where it was not simulated for that; else infinity."""
         return self.candidate.batch / self.least if self.least else math.inf
 
     @property
     def samples_per_second(self) -> float:
-        """Rows a second."""
+        """Rows per second."""
         return self.candidate.batch / self.seconds
 
     @property

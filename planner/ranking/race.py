@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A candidate in the queue: what can have the fewest seconds a row comes first, of equal ones the better rank."""
+    """A candidate in the queue: what can have the fewest seconds per row comes first, of equal ones the better rank."""
 
     a_row: float
     place: int  # by rank
@@ -72,7 +72,7 @@ class Race:
         self.too_large: list[Candidate] = []
         self._profile, self._topology, self._candidates, self._known = profile, topology, candidates, known
         self._run, self._count, self._spent = simulate, 0, 0
-        self._fastest = math.inf  # seconds a row
+        self._fastest = math.inf  # seconds per row
         self._of_kind: dict[tuple[object, ...], float] = {}
         self._planned = lru_cache(maxsize=256)(self._plan)
         # the best by closed form runs first, for others to be measured by

@@ -70,7 +70,7 @@ def size(count: int | float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """`62,020` or `3.152`, for samples a second."""
+    """`62,020` or `3.152`, for samples per second."""
     return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
 
 

@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def samples_per_second(self) -> float:
-        """Rows a second."""
+        """Rows per second."""
         return self.batch / self.seconds
 
     @property

@@ -48,7 +48,7 @@ class FastRanges:
         """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
 
         Args:
-            bound: seconds a microbatch.
+            bound: seconds per microbatch.
             recompute: whether stages recompute.
         """
         if (bound, recompute) not in self._known:
@@ -99,7 +99,7 @@ class FastRanges:
         return first, last
 
     def at_least(self, recompute: bool) -> float:
-        """Seconds a microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
+        """Seconds per microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
         start = np.arange(self.ranges.count)
         each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
         return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.workers))

@@ -45,7 +45,7 @@ class FittingPlacement:
     Args:
         fast: of a problem.
         fitting: of the same problem.
-        bound: seconds a microbatch.
+        bound: seconds per microbatch.
         relaxed: whether the rules are; then some that do not fit count as if they did.
         at_most: the stages and workers of some that are fast enough and fit, to look for the first ones of `Reached.first`; None: any do.
 

@@ -71,7 +71,7 @@ class FittingRanges:
         """How many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
 
         Args:
-            bound: seconds a microbatch.
+            bound: seconds per microbatch.
             which: its place in `ranges`.
             i: its first layer.
             j: one past its last layer.

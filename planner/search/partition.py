@@ -164,7 +164,7 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
 
 
 def seconds_of(problem: Problem, stage: Placed) -> float:
-    """Seconds a microbatch of one stage.
+    """Seconds per microbatch of one stage.
 
     Args:
         problem: the costs and the workers.

@@ -58,14 +58,14 @@ def well():
     except InputError as error:
         differences = str(error).splitlines()
     if INDEX == 1:
-        processes.tell("loss 0", struct.unpack("<6d", NUMBERS))
-        processes.tell("none", [])
-    read = struct.pack("<6d", *processes.told("loss 0")) + struct.pack("<0d", *processes.told("none", on=1))
+        processes.broadcast("loss 0", struct.unpack("<6d", NUMBERS))
+        processes.broadcast("none", [])
+    read = struct.pack("<6d", *processes.receive("loss 0")) + struct.pack("<0d", *processes.receive("none", on=1))
     processes.barrier("middle")
     processes.barrier("middle")
     for number in range(150 if INDEX == 1 else 0):
-        processes.tell(f"unread {number}", [number])
-    kept = processes.told("unread 149", on=1) == (149.0,) and len(processes._told)
+        processes.broadcast(f"unread {number}", [number])
+    kept = processes.receive("unread 149", on=1) == (149.0,) and len(processes._messages)
     processes.check()
     processes.close()
     result = {"differences": differences, "exact": read == NUMBERS, "kept": kept, "threads": threading.active_count()}
@@ -76,8 +76,8 @@ def enter():
     """Join, read a number and part: something to disturb."""
     processes = join()
     if INDEX == 1:
-        processes.tell("loss", [0.5])
-    assert processes.told("loss") == (0.5,)
+        processes.broadcast("loss", [0.5])
+    assert processes.receive("loss") == (0.5,)
     processes.close()
     print("parted")
 
@@ -143,7 +143,7 @@ def give_up():
         processes.stop("the disk\nis full")
         processes.stop("again")
         sys.exit(4)
-    told_and_closed(processes, (lambda all_: all_.told("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
+    told_and_closed(processes, (lambda all_: all_.receive("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
 
 
 def uncaught():
@@ -154,7 +154,7 @@ def uncaught():
         sys.stdin.readline()
         raise ValueError("no data")
     if INDEX == 0:
-        processes.told("loss 7", on=1)
+        processes.receive("loss 7", on=1)
 
 
 def not_all():

@@ -122,7 +122,7 @@ def train_all(count: int, file: str) -> None:
 
 
 def train_endlessly(file: str) -> None:
-    """Says in FILE when the pipeline is in its stride."""
+    """Says in FILE when the pipeline is in steady state."""
     import jax
 
     pipe, batches = pipeline(dict(CASES[2]["2bw"]))

@@ -144,8 +144,8 @@ def test_a_program_that_updates_too_early_is_refused():
             "pipedream",
             "weight stashing cannot clip: .*; use a schedule that flushes \\('naive', 'gpipe', 'pipedream_flush'\\), or leave it",
         ),
-        ("pipedream_vertical_sync", "clipping with the asynchronous schedule 'pipedream' is not there yet; use a schedule that flushes"),
-        ("pipedream_2bw", "clipping with the asynchronous schedule 'pipedream_2bw' is not there yet; use a schedule that flushes"),
+        ("pipedream_vertical_sync", "clipping with the asynchronous schedule 'pipedream' is not supported; use a schedule that flushes"),
+        ("pipedream_2bw", "clipping with the asynchronous schedule 'pipedream_2bw' is not supported; use a schedule that flushes"),
     ],
 )
 def test_asynchronous_schedules_say_that_they_do_not_clip(variant, message):

@@ -222,14 +222,14 @@ def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_sh
     with pytest.raises(InputError) as refused:
         stack.specs(np.zeros((2, 3), np.float32))
     assert str(refused.value) == (
-        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it says: KeyError: 'mask' ({line_of(breaks)}); mend 'broken'"
+        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it says: KeyError: 'mask' ({line_of(breaks)}); fix 'broken'"
     )
 
 
 def test_a_mistake_in_a_constructor_is_told_with_its_place():
     with pytest.raises(InputError) as refused:
         LayerStack({"broken": fails_while_built})
-    assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); mend it there")
+    assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); fix it there")
 
 
 def test_a_mistake_in_a_loss_is_told_with_its_place():

@@ -52,7 +52,7 @@ def test_a_used_up_state_is_refused(variant):
     pipe = pipeline(variant)
     old = fresh(pipe, BATCHES)
     state, _ = pipe.step(old, BATCHES[0])
-    message = r"state: it was used up by step or drain already; go on with the state that call returned"
+    message = r"state: step or drain has already consumed it; go on with the state that call returned"
     for use in (
         lambda: pipe.step(old, BATCHES[0]),
         lambda: pipe.drain(old),
@@ -72,7 +72,7 @@ def test_a_state_that_drain_used_up_is_refused(variant):
     same_arrays = jax.tree.map(lambda leaf: leaf, old)
     pipe.drain(old)
     for used_up in (old, same_arrays):
-        with pytest.raises(InputError, match=r"used up by step or drain"):
+        with pytest.raises(InputError, match=r"step or drain has already consumed it"):
             pipe.step(used_up, BATCHES[1])
 
 

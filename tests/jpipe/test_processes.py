@@ -27,7 +27,7 @@ from jpipe.processes._membership import Processes
 from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
-ENDED = "process {} ended without a word: it was killed or crashed, see its own output"
+ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
 SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
 
 
@@ -259,8 +259,8 @@ def test_a_run_of_one_process_needs_no_other():
     processes = Processes.join(store=Nobody())
     processes.agree({"config": "any"})
     processes.barrier("start")
-    processes.tell("loss", [0.5, math.inf])
-    assert processes.told("loss") == (0.5, math.inf)
+    processes.broadcast("loss", [0.5, math.inf])
+    assert processes.receive("loss") == (0.5, math.inf)
     with pytest.raises(ZeroDivisionError), processes.waiting("what fails by itself"):
         raise ZeroDivisionError
     processes.close()
@@ -281,7 +281,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         processes = Processes.join(store=Nobody())
         thread(processes)
         with pytest.raises(ZeroDivisionError):
-            processes.told("loss")
+            processes.receive("loss")
         with pytest.raises(ZeroDivisionError):
             _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 

@@ -18,10 +18,10 @@ class Heard(jpipe.processes.Processes):
     def __init__(self, index, count, told):
         self.index, self.count, self._told, self.waits = index, count, told, []
 
-    def tell(self, name, values):
+    def broadcast(self, name, values):
         self._told.add(name)
 
-    def heard(self, name):
+    def has_message(self, name):
         return name in self._told
 
     def waiting(self, what, on=None, limit=None):

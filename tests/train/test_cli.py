@@ -217,7 +217,7 @@ def test_an_encoding_without_our_signs_is_no_obstacle(write_config, monkeypatch)
     stdout.flush()
     lines = stdout.buffer.getvalue().decode("ascii").splitlines()
     assert lines[0] == "reading the data ?"
-    assert re.match(r"1 step in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats a byte", lines[-1])
+    assert re.match(r"1 step in \d+ s: validation loss \d\.\d+ \? \d\.\d+ nats per byte", lines[-1])
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny, capsys):

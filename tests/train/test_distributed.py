@@ -278,7 +278,7 @@ def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp
 
 PROGRAM = """
 import os, signal, sys, time
-from train import distributed
+from train.launch import distributed
 me = int(sys.argv[2])
 distributed.start(sys.argv[1], 3, me, 60.0)
 import jax

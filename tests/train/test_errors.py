@@ -177,7 +177,7 @@ def test_an_override_twice(refused):
         ("model={target: 'own_parts:layers'}", r"model.target: expected .* found a dict with keys in; wrap it in jpipe.LayerStack"),
         (
             "model={target: 'own_parts:fails'}",
-            r"model.target: 'own_parts:fails' fails: TypeError: .* \(\S+own_parts.py:16\); mend it there",
+            r"model.target: 'own_parts:fails' fails: TypeError: .* \(\S+own_parts.py:16\); fix it there",
         ),
         ("model={target: 'own_parts:fails', arguments: {widht: 2}}", r"model.arguments: 'own_parts:fails' has no argument 'widht'; its "),
         ("loss={target: 'own_parts:squares'}", r"loss: expected \(sum of the losses, weight\), two scalars, found float32\[2, 8, 256\]; "),

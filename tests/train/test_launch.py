@@ -29,7 +29,7 @@ LIMIT = 60  # seconds, for what should take one
 
 LAUNCH = """
 import sys
-from train import launch
+from train.launch import launch
 number, restarts, pause, grace, script, *more = sys.argv[1:]
 seconds = {"pause": float(pause), "grace": float(grace)}
 code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)

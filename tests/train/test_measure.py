@@ -124,14 +124,14 @@ class Told(jpipe.processes.Processes):
         self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
         everyone.append(self)
 
-    def tell(self, name, values):
+    def broadcast(self, name, values):
         assert len(values) <= 8, "a piece, and how many follow"
         for other in self.everyone:
             with other.changed:
                 other.kept[name] = tuple(map(float, values))
                 other.changed.notify()
 
-    def told(self, name, on=None, what=None):
+    def receive(self, name, on=None, what=None):
         with self.changed:
             assert self.changed.wait_for(lambda: name in self.kept, timeout=30)
             return self.kept.pop(name)
@@ -159,5 +159,5 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, mon
 
 
 def test_a_piece_fits_into_a_line_of_the_channel():
-    message = {"tell": "trace of batch 1000000, worker 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
+    message = {"broadcast": "trace of batch 1000000, worker 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
     assert len(_channel._line(message)) < _channel._LINE

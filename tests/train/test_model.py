@@ -298,10 +298,10 @@ def test_what_cannot_be_loaded_is_told(target, message):
         ),
         ("wrong", {"kind": "linen"}, "found the Linen module Dense; return a LayerStack of its parts"),
         ("wrong", {"kind": "list"}, "found list; return jpipe.LayerStack("),
-        ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); mend it there"),
-        ("fails_inside", {}, "(LINE); mend it there"),
-        ("leaves", {}, "model.target: 'own_parts:leaves' fails: SystemExit: 5 (LINE); mend it there"),
-        ("halts", {}, "model.target: 'own_parts:halts' fails: Halt: enough (LINE); mend it there"),
+        ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); fix it there"),
+        ("fails_inside", {}, "(LINE); fix it there"),
+        ("leaves", {}, "model.target: 'own_parts:leaves' fails: SystemExit: 5 (LINE); fix it there"),
+        ("halts", {}, "model.target: 'own_parts:halts' fails: Halt: enough (LINE); fix it there"),
         ("repeats", {}, "LayerStack: expected at least one layer, found none"),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_loss_takes_its_arguments():
         ("few", "expected train to give batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
         ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
         ("jax", "with 8 rows, found in it ArrayImpl; use np.asarray"),
-        ("rows", "with 8 rows (train.batch_size), found 3 rows; mend it, or train.batch_size"),
+        ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
     ],
 )
 def test_data_that_is_none_is_refused(capsys, kind, message):
@@ -351,7 +351,7 @@ def test_data_that_is_none_is_refused(capsys, kind, message):
 def test_data_that_runs_out_is_told_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
-    assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); mend it there\n"
+    assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
 
 
 @pytest.mark.parametrize(
@@ -382,13 +382,13 @@ def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
 
 def test_a_length_that_is_none_is_told(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:negative"})
-    assert (code, err) == (2, "jpipe: data.target: len(validation) fails: ValueError: __len__() should return >= 0; mend it\n")
+    assert (code, err) == (2, "jpipe: data.target: len(validation) fails: ValueError: __len__() should return >= 0; fix it\n")
 
 
 def test_no_line_of_ours_is_named_as_the_users(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:numbered"})
-    assert (code, err) == (2, "jpipe: data.target: train[3] fails: KeyError: 3; mend it\n")
-    with pytest.raises(jpipe.InputError, match=re.escape(f"({line_of('return jpipe.LayerStack(3)')}); mend it there")):
+    assert (code, err) == (2, "jpipe: data.target: train[3] fails: KeyError: 3; fix it\n")
+    with pytest.raises(jpipe.InputError, match=re.escape(f"({line_of('return jpipe.LayerStack(3)')}); fix it there")):
         entry_point.call("own_parts:no_stack", "model.target", {})
 
 

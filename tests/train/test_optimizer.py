@@ -251,7 +251,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
-            "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1; mend it",
+            "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1; fix it",
         ),
         ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the nearest are head/kernel, "),
         ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the nearest are block_"),

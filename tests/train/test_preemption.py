@@ -64,14 +64,14 @@ class Mailbox(jpipe.processes.Processes):
         self.index, self._everyone, self._mail = index, everyone, {}
         everyone.append(self)
 
-    def tell(self, name, values):
+    def broadcast(self, name, values):
         for one in self._everyone:
             one._mail[name] = tuple(values)
 
-    def told(self, name, on=None, what=None):
+    def receive(self, name, on=None, what=None):
         return self._mail.pop(name)
 
-    def heard(self, name):
+    def has_message(self, name):
         return name in self._mail
 
 

@@ -84,7 +84,7 @@ def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
 def test_the_page_says_what_was_found(folder):
     text = Page(folder / "report.html").text
     losses = [row["val_loss"] for row in rows_of() if "val_loss" in row]
-    result = f"validation loss, nats a byte{losses[0]:.3f} → {losses[-1]:.3f}"
+    result = f"validation loss, nats per byte{losses[0]:.3f} → {losses[-1]:.3f}"
     for words in ("A run", "pipedream_2bw, 3 stages", "the standard library", result):
         assert words in text
     for row in compare(window(), window(1.1)):

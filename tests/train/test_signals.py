@@ -97,7 +97,7 @@ def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
 
 WAITS = """
 import ctypes, os
-from train import signals
+from train.console import signals
 with signals.as_usual_in_process_1():
     assert os.getpid() == 1
     ctypes.CDLL(None)["raise"](NUMBER)
@@ -130,7 +130,7 @@ def test_as_process_1_no_signal_is_left_to_the_kernel(monkeypatch, interruptible
 
 PRINTS = """
 import sys
-from train import output
+from train.console import output
 with output.steady(ends=ENDS):
     for i in range(100_000):
         print("x" * 80)

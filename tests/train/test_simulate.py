@@ -70,7 +70,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
     printed = simulated(path)
     prediction = jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(Path(path).read_text()), 3))
     assert prediction.grid() in printed
-    assert "gpipe: 4 stages, 4 microbatches a batch, 3 batches\ntimes in units of one forward" in printed
+    assert "gpipe: 4 stages, 4 microbatches per batch, 3 batches\ntimes in units of one forward" in printed
     # A batch takes m + d - 1 = 7 slots of 3, of which 4 are busy.
     assert "bubble: 42.9% as shown, 42.9% in steady state, with a batch in 21 units" in printed
     assert "sizes and memory need a config" in printed
@@ -85,7 +85,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
 
 def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_has_no_bubble(simulated, plan_file):
     printed = simulated(plan_file("pipedream", microbatches=1), "--batches", "2")
-    assert "4 stages, 1 microbatch a batch, 2 batches" in printed
+    assert "4 stages, 1 microbatch per batch, 2 batches" in printed
     assert table(printed)["versions"] == ["4", "3", "2", "1"]  # more than two batches can show
     assert table(printed)["in flight"] == ["4", "3", "2", "1"]
     assert "shown, 0.0% in steady state, with a batch in 3 units" in printed
@@ -95,7 +95,7 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
 
 def test_every_replica_has_its_row(simulated, plan_file):
     printed = simulated(plan_file("pipedream", num_stages=2, replicas=(2, 1)))
-    assert "pipedream: 2 stages, 3 workers, 4 microbatches a batch" in printed
+    assert "pipedream: 2 stages, 3 workers, 4 microbatches per batch" in printed
     assert "steady state, with a batch in 12 units" in printed  # the last stage has 4 microbatches, each replica of the first one 2
     columns = table(printed)
     assert columns["worker"] == ["0", "1", "2"]
@@ -121,7 +121,7 @@ def test_recomputation_is_said_and_counted(simulated, plan_file):
 
 def test_many_layers_are_named_by_the_first_and_the_last(simulated, plan_file):
     printed = simulated(plan_file(num_stages=1), "--batches", "1")
-    assert "gpipe: 1 stage, 4 microbatches a batch, 1 batch\n" in printed
+    assert "gpipe: 1 stage, 4 microbatches per batch, 1 batch\n" in printed
     assert "bubble: 0.0% as shown, 0.0% in steady state" in printed
     assert table(printed)["layers"] == ["layer_0 … layer_8 (9)"]
 
@@ -129,7 +129,7 @@ def test_many_layers_are_named_by_the_first_and_the_last(simulated, plan_file):
 def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config, tiny):
     printed = simulated(config)
     columns = table(printed)
-    assert "pipedream_2bw: 2 stages, 2 microbatches a batch, 3 batches" in printed
+    assert "pipedream_2bw: 2 stages, 2 microbatches per batch, 3 batches" in printed
     assert columns["layers"] == ["embed block_0", "head"]
     assert columns["versions"] == ["2", "2"]
     # Between the stages flow 4 sequences of 8 vectors of 8 float32 a batch: 1024 bytes, and as many back.

@@ -42,7 +42,7 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from train import data as text
+from train.assemble import data as text
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
 window = text.Windows.__getitem__
@@ -240,7 +240,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_wri
         assert time.monotonic() - began < 60
     for index, (code, err) in enumerate(told):
         assert code == 1
-        how = "process 2 ended without a word: it was killed or crashed, see its own output"
+        how = "process 2 disconnected unexpectedly: it was killed or crashed, see its own output"
         assert err.startswith(f"jpipe: {how}; process {index} stops"), err
         assert err.count("\n") == 1
     assert re.search(r"stops while waiting for the (activation|gradient) of microbatch \d+ from worker \d of process [12]", told[0][1])

@@ -139,7 +139,7 @@ def start_devices() -> None:
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a word, where it was told to use GPUs and there are none
+    except (RuntimeError, AssertionError) as error:  # the latter, without a message, where it was told to use GPUs and there are none
         reason = (str(error).splitlines() or [f"none found for '{jax.config.values['jax_platforms']}'"])[0]
         raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 

@@ -106,7 +106,7 @@ def loss_unit(config: Config) -> str:
     """What follows a loss in words, if it is known what that is."""
     if config.loss.target is not None:
         return ""
-    return " nats a byte" if config.data.target is None else " nats a label"
+    return " nats per byte" if config.data.target is None else " nats per label"
 
 
 class Windows:

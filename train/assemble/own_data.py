@@ -26,7 +26,7 @@ class OwnBatches:
     batch_size: int
 
     def __len__(self) -> int:
-        with entry_point.told(f"data.target: len({self.name}) fails"):
+        with entry_point.reported(f"data.target: len({self.name}) fails"):
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
@@ -42,7 +42,7 @@ class OwnBatches:
         batch = self.made(index)
         if _specs(batch) != self._specs:
             first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
-            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; mend it")
+            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; fix it")
         return batch
 
     def made(self, index: int) -> Batch:
@@ -51,7 +51,7 @@ class OwnBatches:
         Raises:
             InputError: that fails, or gives something else.
         """
-        with entry_point.told(f"data.target: {self.name}[{index}] fails"):
+        with entry_point.reported(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
         expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
         if not isinstance(batch, tuple) or len(batch) != 2:
@@ -60,7 +60,7 @@ class OwnBatches:
             if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
                 raise InputError(f"data.target: {expected}, found in it {type(leaf).__name__}; use np.asarray")
             if len(leaf) != self.batch_size:
-                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; mend it, or train.batch_size")
+                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; fix it, or train.batch_size")
         return batch
 
 

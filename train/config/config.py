@@ -34,7 +34,7 @@ def _usable_path(path: str) -> str:
     return path
 
 
-# The upper limits are far beyond what runs; they keep a slip of the keyboard from counting for hours or out of 32 bits.
+# The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
 MOST_ROWS = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 MOST_MICROBATCHES = 1024
@@ -91,7 +91,7 @@ class DataConfig(_OwnCode):
 
 
 class TrainConfig(_Section):
-    """How long and in what portions: `batch_size` sequences a step; validation at step 0, every `eval_every` steps and at the end.
+    """How long and in what portions: `batch_size` sequences per step; validation at step 0, every `eval_every` steps and at the end.
 
     `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
     """

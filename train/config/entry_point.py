@@ -59,7 +59,7 @@ def load(target: str, key: str) -> Callable[..., Any]:
         raise InputError(
             f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module that is none of Python's"
         )
-    with told(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
+    with reported(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -89,7 +89,7 @@ def call(target: str, key: str, arguments: Mapping[str, Any], filled: Mapping[st
     function, filled = load(target, key), filled or {}
     with placed(f"{key.rpartition('.')[0]}.arguments"):
         check_names(function, target, arguments, dict.fromkeys(filled, "is given by jpipe"))
-    with told(f"{key}: '{target}' fails"):
+    with reported(f"{key}: '{target}' fails"):
         return function(**filled, **arguments)
 
 
@@ -103,7 +103,7 @@ def placed(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
     """Whatever the user's code raises inside becomes one line: `what`, the exception, its first line, the user's file and line."""
     try:
         yield
@@ -113,7 +113,7 @@ def told(what: str) -> Iterator[None]:
         interrupt.check()  # a Ctrl-C may come out as any error
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         place = _place(error)
-        fix = _clash(error) or ("mend it there" if place else "mend it")
+        fix = _clash(error) or ("fix it there" if place else "fix it")
         raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place})' if place else ''}; {fix}") from None
 
 

@@ -42,7 +42,7 @@ class _Output:
             if not self._ends:
                 return
             if error.errno == errno.EPIPE:
-                raise SystemExit(128 + signal.SIGPIPE) from None  # without a word, as programs that SIGPIPE ends
+                raise SystemExit(128 + signal.SIGPIPE) from None  # silently, as programs that SIGPIPE ends
             print(f"jpipe: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
             raise SystemExit(1) from None
 

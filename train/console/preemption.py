@@ -32,7 +32,7 @@ class Preemption:
     signal the launcher kills all.
 
     Process 0 decides, for all, a step ahead: nobody waits for it unless it is more than a step behind. A process that is lost
-    meanwhile is noticed as ever.
+    meanwhile is still detected.
 
     Args:
         processes: of the run; None where this one is alone.
@@ -54,8 +54,8 @@ class Preemption:
     @property
     def signal(self) -> int | None:
         """Which signal came, to this process or, as far as this one knows, to another one; None for none. Then time is short."""
-        if self._noted is None and self._processes is not None and self._processes.heard(_CAME):
-            self._told = self._told or int(self._processes.told(_CAME)[0])
+        if self._noted is None and self._processes is not None and self._processes.has_message(_CAME):
+            self._told = self._told or int(self._processes.receive(_CAME)[0])
         return self._noted or self._told
 
     def order(self, step: int, is_saved: Callable[[], bool]) -> Order:
@@ -107,16 +107,16 @@ class Preemption:
         """What process 0 has announced, a step ago; before the first step it has not."""
         if not self._announced:
             return "go on"
-        (number,) = processes.told(_name(step), 0, f"word from process 0 about step {step}")
+        (number,) = processes.receive(_name(step), 0, f"word from process 0 about step {step}")
         return _ORDERS[int(number)]
 
     def _announce(self, processes: jpipe.processes.Processes, step: int, is_saved: Callable[[], bool]) -> None:
         self._announced = True
         if self._noted is not None and not self._passed_on:
             self._passed_on = True
-            processes.tell(_CAME, [self._noted])
+            processes.broadcast(_CAME, [self._noted])
         if processes.index == 0:
-            processes.tell(_name(step), [_ORDERS.index(self._decide(is_saved))])
+            processes.broadcast(_name(step), [_ORDERS.index(self._decide(is_saved))])
 
 
 def _leave_at_the_second() -> Callable[[int], None]:

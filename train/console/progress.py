@@ -126,7 +126,7 @@ class Reporter:
 
     @property
     def speed(self) -> float | None:
-        """Tokens or samples a second in the recent steps; None until two are finished: before the first much is done only once."""
+        """Tokens or samples per second in the recent steps; None until two are finished: before the first much is done only once."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
         return self._per_step / seconds if seconds > 0 else None
 

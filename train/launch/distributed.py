@@ -96,7 +96,7 @@ def _warn(message: str) -> None:
 
 
 def join(limit: float, wait: float) -> Processes | None:
-    """The processes of this run, which all call this, best before JAX starts a device; `stop` parts from them.
+    """The processes of this run, which all call this, best before JAX starts a device; `stop` leaves them.
 
     Args:
         limit: seconds to wait for the others.
@@ -114,7 +114,7 @@ def join(limit: float, wait: float) -> Processes | None:
 def stop() -> None:
     """Leave the other processes, each when it is done, process 0 after all of them; nothing happens where there is only one.
 
-    Say first how the run ended: from here on this process may be ended without a word.
+    Say first how the run ended: from here on this process may be ended without a message.
 
     Where a process is gone, nobody waits for it. Where one hangs, the others wait for it some seconds.
 

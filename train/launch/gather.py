@@ -38,14 +38,14 @@ def _tell(processes: jpipe.processes.Processes, message: str, values: Sequence[f
     """In pieces, each with the number of those after it."""
     starts = range(0, len(values), _PIECE)
     for piece, start in enumerate(starts):
-        processes.tell(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
+        processes.broadcast(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
 
 
 def _told(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
     """What `_tell` told."""
     found: list[float] = []
     for piece in itertools.count():
-        left, *values = processes.told(f"{message}, piece {piece}", home)
+        left, *values = processes.receive(f"{message}, piece {piece}", home)
         found += values
         if not left:
             break

@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 def _keep_gloo_on_loopback() -> None:
     """Have gloo, which carries the arrays between CPUs, listen at 127.0.0.1 and not at the address of the host's own name.
 
-    JAX has no public setting for it, so its private names are used here. Where another version of JAX has other ones, gloo listens as ever.
+    JAX has no public setting for it, so its private names are used here. Where a version of JAX has other ones, gloo listens as before.
     """
     try:
         from jax._src import distributed

@@ -16,7 +16,7 @@ from types import FrameType
 
 from train.launch.process_group import BAD_INPUT, ProcessGroup, say
 
-MOST_PROCESSES = 256  # a slip of the keyboard beyond it: JAX takes some hundred megabytes in each
+MOST_PROCESSES = 256  # a typo beyond it: JAX takes some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
 PAUSE = 1.0  # seconds before a failed job is started again
 SECRET = (

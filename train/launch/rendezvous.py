@@ -78,7 +78,7 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
             while len(present) < num_processes - 1:
                 if time.monotonic() > deadline:
                     absent = _absent(set(range(1, num_processes)) - set(present), address, num_processes, limit)
-                    _refuse(present.values(), "; ".join(filter(None, [absent, door.told()])))
+                    _refuse(present.values(), "; ".join(filter(None, [absent, door.summary()])))
                 for caller in door.poll(_RETRY):
                     if (problem := _problem(caller, num_processes, present)) is None:
                         present[caller.index] = caller
@@ -96,7 +96,7 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
     for caller in present.values():
         caller.link.setblocking(True)
         caller.answer("go")
-    return Meeting([caller.link for caller in present.values()], door.told())
+    return Meeting([caller.link for caller in present.values()], door.summary())
 
 
 def join(address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None) -> socket.socket:

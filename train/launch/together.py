@@ -24,7 +24,7 @@ from train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
 
-# Seconds from the last words to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
+# Seconds from the last message to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
 # 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
 _LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
@@ -110,8 +110,8 @@ class Together:
         if self.processes is None:
             return text
         if self.is_first:
-            self.processes.tell(what, list(map(float, text.encode())))
-        return bytes(map(int, self.processes.told(what, 0))).decode()
+            self.processes.broadcast(what, list(map(float, text.encode())))
+        return bytes(map(int, self.processes.receive(what, 0))).decode()
 
     def working(self, what: str) -> contextlib.AbstractContextManager[object]:
         """For long work inside, in words: others may wait for it, for ten minutes at most."""

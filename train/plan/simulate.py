@@ -159,7 +159,7 @@ def cut_grid(grid: str, width: int) -> str:
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
     """Write the timeline and, where sizes are known, the memory; tells where."""
-    title = f"{plan.schedule}, {plan.microbatches} microbatches a batch (a unit is one forward)"
+    title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)
     if not sized:
         return [f"picture: {path}"]

@@ -49,7 +49,7 @@ class Report:
     rows: Sequence[Mapping[str, int | float]]
     predicted: jpipe.programs.Window | None = None
     measured: jpipe.programs.Window | None = None
-    unit: str = "nats a byte"
+    unit: str = "nats per byte"
     processes: int = 1
     workers: Sequence[tuple[int, int]] = ()
     stages: Sequence[Stage] = ()

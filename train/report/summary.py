@@ -1,4 +1,4 @@
-"""What a run came to: its report, and its last words."""
+"""What a run came to: its report, and its closing lines."""
 
 import shlex
 import signal
@@ -114,7 +114,7 @@ def _durations(parts: Sequence[Part]) -> str:
 
 
 def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
-    """The last words of a run."""
+    """The closing lines of a run."""
     if summary.measured is not None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
         if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
