@@ -1,0 +1,56 @@
+"""Where the main thread is, told by another one."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jpipe.processes._main_thread import main_thread_calls
+
+ROOT = Path(__file__).parents[3]
+
+
+def ask(pool):
+    return pool.submit(main_thread_calls).result()
+
+
+def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
+    with ThreadPoolExecutor(1) as pool:
+        calls = ask(pool)
+    assert threading.current_thread() is threading.main_thread()
+    names = [call.partition(" ")[2] for call in calls]
+    assert names.index("(ask)") + 1 == names.index("(test_the_calls_are_those_of_the_main_thread_the_innermost_first)")
+    assert "(main_thread_calls)" not in names, "those of the thread that asks are not among them"
+    assert calls[names.index("(ask)")].startswith("test_main_thread.py:")
+    assert any(call.endswith("(test_the_calls_are_those_of_the_main_thread_the_innermost_first)") for call in main_thread_calls()), (
+        "by itself"
+    )
+
+
+LOOKED_AT = """
+import sys, threading
+from jpipe.processes._main_thread import main_thread_calls
+sys.setswitchinterval(1e-5)
+looks = []
+thread = threading.Thread(target=lambda: looks.extend(main_thread_calls() for _ in range(2000)))
+thread.start()
+def call(depth):
+    return call(depth - 1) if depth else sum(k for k in range(5))
+while thread.is_alive():
+    call(15)
+print(sum(any(name.endswith("(call)") for name in look) for look in looks) > 0)
+"""
+
+
+def test_it_can_be_asked_while_the_main_thread_runs():
+    done = subprocess.run([sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_where_there_is_no_room_nothing_is_known(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    assert main_thread_calls() == []

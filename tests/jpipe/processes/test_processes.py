@@ -1,0 +1,429 @@
+"""Real processes that agree, tell each other numbers, and end with a message when one of them is killed, stopped, hangs or gives up."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from concurrent.futures import Future
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax._src import distributed
+
+from jpipe import InputError
+from jpipe.processes import _channel, handshake
+from jpipe.processes import _membership as _processes
+from jpipe.processes._channel import Channel
+from jpipe.processes._coordinator import Beat, Coordinator
+from jpipe.processes._membership import Processes
+from jpipe.runtime import _metrics, _transport
+
+PROGRAM = Path(__file__).parents[1] / "joined.py"
+ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
+SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
+
+
+@contextlib.contextmanager
+def started(name, where, count=3):
+    """That many processes that run the function `name` of joined.py; killed in the end, whatever happened."""
+    arguments = [sys.executable, str(PROGRAM), name, str(where)]
+    root = {"PYTHONPATH": str(PROGRAM.parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen([*arguments, str(index), str(count)], **pipes)) for index in range(count)]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def ready(processes):
+    """Return when all have come so far."""
+    for process in processes:
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line.startswith("[Gloo]"), process.stderr.read()
+
+
+def go_on(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def ending(process):
+    """Exit code, what has not been read of standard output, and standard error of a process that ends by itself within a minute.
+
+    It prints little: pipes hold it. (`communicate` would lose what `ready` has read along with its own line.)
+    """
+    process.stdin.close()
+    process.wait(timeout=60)
+    return process.returncode, process.stdout.read(), process.stderr.read()
+
+
+def test_processes_that_are_well(tmp_path):
+    with started("well", tmp_path) as processes:
+        ready(processes)
+        for process in processes:
+            code, out, err = ending(process)
+            assert (code, err) == (0, "")
+            assert json.loads(out) == {
+                "differences": [
+                    "config differs between processes 0 and 2: 'learning_rate: 0.1' against 'learning_rate: 0.2' (line 2); "
+                    "start all processes with the same config",
+                    "device kind differs between processes 0 and 1, 2: 'cpu' against 'gpu'; start all processes with the same device kind",
+                ],
+                "exact": True,  # the bits of 1, -0, the smallest number, both infinities, and a NaN with a payload
+                "kept": 99,  # of 150 unread ones 100 are kept, and one of those has been read
+                "threads": 1,
+                "waits": 0,
+            }
+
+
+def test_strangers_are_dropped_and_harm_nobody(tmp_path):
+    with started("enter", tmp_path) as processes, contextlib.ExitStack() as strangers:
+        processes[2].send_signal(signal.SIGSTOP)  # before it joins: until then the port is open
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "address").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        host, port, token = json.loads((tmp_path / "address").read_text())
+
+        def say(text):
+            stranger = strangers.enter_context(socket.create_connection((host, port), timeout=30))
+            stranger.sendall(text)
+            return stranger
+
+        for text in ("\n", '{"stop": "all"}\n', f"{token} 2\n", "\0\n", "jpipe 2 3\n"):
+            assert say(text.encode()).recv(1) == b""  # dropped
+        for key, number, count in (b"another", 2, 3), (handshake.key(None, token), 0, 3), (handshake.key(None, token), 2, 4):
+            with contextlib.suppress(handshake.UnknownHere):
+                assert handshake.call(say(b""), key, "channel", number, count, 30.0) is None
+        say(b""), say(token.encode())  # these may still want to say something
+        processes[2].send_signal(signal.SIGCONT)
+        ready(processes)
+        reasons = "5 without a hello of jpipe's, 2 with a wrong number, 2 that said nothing in time, 1 with another secret"
+        told = f"10 connections were dropped ({reasons}) while the processes joined"
+        for index, process in enumerate(processes):
+            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("victim", "by", "how"),
+    [(2, signal.SIGKILL, ENDED), (0, signal.SIGKILL, ENDED), (2, signal.SIGSTOP, SILENT), (0, signal.SIGSTOP, SILENT)],
+)
+def test_a_process_that_dies_or_is_stopped_ends_all(tmp_path, victim, by, how):
+    with started("wait", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)  # more than a beat: the waits have begun
+        processes[victim].send_signal(by)
+        for index in {0, 1, 2} - {victim}:
+            waited = "activations 3 of process 2" if index == 1 else "gradients 4 of process 1"
+            message = f"{how.format(victim)}; process {index} stops while waiting for {waited}\n"
+            if index == 1 and (victim, by) != (0, signal.SIGKILL):  # it can still tell by itself
+                assert ending(processes[index]) == (3, message, "")
+            else:
+                assert ending(processes[index]) == (1, "", f"jpipe: {message}")
+
+
+def test_a_wait_that_fails_because_a_process_died_tells_of_the_death(tmp_path):
+    with started("failing", tmp_path) as processes:
+        ready(processes)
+        go_on(processes[1])
+        processes[2].kill()
+        assert ending(processes[1]) == (3, f"{ENDED.format(2)}; process 1 stops while waiting for the sum of process 2\n", "")
+
+
+def test_a_process_that_has_told_and_does_not_end_is_ended_without_another_word(tmp_path):
+    with started("slow_to_end", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)
+        processes[2].kill()
+        message = f"{ENDED.format(2)}; process 1 stops while waiting for activations 3 of process 2\n"
+        assert ending(processes[1]) == (1, message, "")
+
+
+def test_a_wait_that_lasts_too_long_ends_all_and_tells_what_the_hanging_process_does(tmp_path):
+    with started("hang", tmp_path) as processes:
+        ready(processes)
+        endings = [ending(process) for process in processes]
+    assert [code for code, _, _ in endings] == [1, 3, 1]
+    stops = ["stops while waiting for gradients 4 of process 1", "stops while waiting for activations 3 of process 2", "stops"]
+    for index, (_, out, err) in enumerate(endings):
+        line = out + err
+        assert "process 2 hangs: process " in line  # whether 0 or 1 was the first to notice
+        assert " has waited 2 s for " in line or " has waited 3 s for " in line  # the join was progress
+        assert ", and process 2 is in threading.py:" in line
+        assert line.endswith(f"; process {index} {stops[index]}\n")
+        assert line.count("\n") == 1
+
+
+def test_a_process_that_stops_tells_why(tmp_path):
+    with started("give_up", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.5)  # the others wait
+        go_on(processes[0])
+        how = "process 0 stopped: the disk is full; process"
+        assert ending(processes[1]) == (3, f"{how} 1 stops while waiting for loss 7 of process 0\n", "")
+        assert ending(processes[2]) == (3, f"{how} 2 stops while waiting for all processes to reach 'never'\n", "")
+        assert ending(processes[0]) == (4, "", "")
+
+
+def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
+    with started("uncaught", tmp_path) as processes:
+        ready(processes)
+        time.sleep(0.3)  # the others wait
+        go_on(processes[1])
+        how = "process 1 stopped: ValueError: no data; process"
+        told = [
+            f"jpipe.processes._membership.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
+            "ValueError: no data",
+            f"jpipe: {how} 2 stops while waiting for all processes to finish",
+        ]
+        for process, last in zip(processes, told, strict=True):
+            code, _, err = ending(process)
+            assert (code, err.splitlines()[-1]) == (1, last)
+
+
+def test_a_process_that_never_joins_is_named(tmp_path):
+    with started("not_all", tmp_path) as processes:
+        for process in processes[:2]:
+            code, _, err = ending(process)
+            assert code == 1
+            assert "PeerLost: process 2 has not joined: process " in err.splitlines()[-1]
+            assert "s for all processes to join" in err.splitlines()[-1]
+
+
+def test_an_address_that_cannot_be_reached_is_told(tmp_path):
+    with started("unreachable", tmp_path, count=2) as processes:
+        assert ending(processes[1]) == (
+            0,
+            "process 1 cannot reach process 0 at 127.0.0.1, port PORT: Connection refused; "
+            "let the processes of a run connect to each other at any port (a firewall may forbid it)\n",
+            "",
+        )
+
+
+class Nobody:
+    """How a process finds the others where there are none."""
+
+    index, count, host = 0, 1, ""
+
+    def put(self, value: str) -> None:
+        raise AssertionError
+
+    def get(self, seconds: float) -> str:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "everywhere"),
+    [
+        ("node7", "127.0.1.1", True),  # as Debian resolves a host's own name
+        ("node7", "192.0.2.1", True),  # an address that this host does not have
+        ("localhost", "127.0.0.1", False),
+        ("127.0.0.1", "127.0.0.1", False),
+    ],
+)
+def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    with _channel._listen_at(host) as listener:
+        assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
+
+
+def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
+    class Silent:
+        def blocking_key_value_get(self, key, milliseconds):
+            assert milliseconds == 200
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: jpipe/processes/0\nmore")
+
+    state = types.SimpleNamespace(process_id=1, num_processes=2, coordinator_address="node7:1", client=Silent())
+    monkeypatch.setattr(distributed, "global_state", state)
+    with pytest.raises(InputError) as caught:
+        Processes.join(limit=0.2)
+    assert str(caught.value) == (
+        "process 1 was not told within 0.2 s where process 0 can be reached (DEADLINE_EXCEEDED); see what process 0 says, "
+        "and let all processes of a run join at the same place"
+    )
+
+
+def test_a_run_of_one_process_needs_no_other():
+    processes = Processes.join(store=Nobody())
+    processes.agree({"config": "any"})
+    processes.barrier("start")
+    processes.broadcast("loss", [0.5, math.inf])
+    assert processes.receive("loss") == (0.5, math.inf)
+    with pytest.raises(ZeroDivisionError), processes.waiting("what fails by itself"):
+        raise ZeroDivisionError
+    processes.close()
+    processes.close()
+    assert processes._channel._thread is None
+
+
+def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
+    monkeypatch.setattr(_processes, "_BLAME_SECONDS", 0.0)
+
+    def fails():
+        return [1 / 0]
+
+    for thread in (
+        lambda processes: _transport._Lane().put(fails, (), processes.fail),
+        lambda processes: _metrics._tell(processes, "loss", fails),
+    ):
+        processes = Processes.join(store=Nobody())
+        thread(processes)
+        with pytest.raises(ZeroDivisionError):
+            processes.receive("loss")
+        with pytest.raises(ZeroDivisionError):
+            _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
+
+
+def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
+    processes = Processes.join(store=Nobody())
+    before = [processes._beat().still for _ in range(2)]
+    with processes.waiting("the sum", (1, 2)):
+        assert str(processes._longest_wait()) == "the sum of processes 1, 2"
+    assert [*before, processes._beat().still, processes._beat().still] == [1.0, 2.0, 0.0, 1.0]
+
+
+def test_what_comes_has_the_size_of_its_part():
+    spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
+    coming = _transport.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
+
+
+def test_a_talking_thread_that_cannot_begin_is_told(monkeypatch):
+    class First(Nobody):
+        count, host = 2, "127.0.0.1"
+
+        def put(self, value: str) -> None:
+            pass
+
+    async def fails(channel, door):
+        with door:
+            pass
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Channel, "_serve", fails)
+    with pytest.raises(OSError, match="too many open files"):
+        Processes.join(store=First())
+
+
+# With JAX: its coordinator lives in process 0, and it aborts the others soon after that has died.
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies():
+    with started("jax_collective", free_port()) as processes:
+        ready(processes)
+        time.sleep(0.5)  # the others are in the collective
+        processes[0].kill()
+        for index in (1, 2):
+            code, _, err = ending(processes[index])
+            assert code == 1
+            assert f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum" in err.splitlines()  # JAX talks too
+
+
+def test_with_jax_all_end_well():
+    with started("jax_collective", free_port()) as processes:
+        ready(processes)
+        go_on(processes[0])
+        for process in processes:
+            code, out, _ = ending(process)
+            assert (code, out) == (0, "parted\n")
+
+
+# What process 0 decides, without processes.
+
+
+def beats(desk, *of_processes):
+    return [desk.answer(process, {"beat": vars(beat)}) for process, beat in enumerate(of_processes)]
+
+
+def test_the_end_of_a_chain_of_waits_is_blamed():
+    desk = Coordinator(4)
+    beats(desk, Beat("", "gradients 0", (1,), 44.0), Beat("", "gradients 1", (2,), 44.0), Beat("c.py:3 (h)", "z", (3,), 0.2), Beat(""))
+    overdue = Beat("", "gradients 0", (1,), 46.0, 45.0)
+    assert desk.answer(0, {"beat": vars(overdue)}) == {
+        "lost": "process 2 hangs: process 0 has waited 46 s for gradients 0, and process 2 is in c.py:3 (h)",
+    }
+
+
+def test_nobody_is_blamed_while_arrays_move():
+    desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0, still=100.0)
+    beats(desk, Beat("", still=0.0), Beat("c.py:3 (h)", still=44.0))
+    assert desk.answer(0, {"beat": vars(waits)}) is None
+    desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", still=46.0))})
+    assert desk.answer(0, {"beat": vars(waits)}) == {
+        "lost": "process 1 hangs: process 0 has waited 100 s for gradients 0, and process 1 is in c.py:3 (h)",
+    }
+
+
+def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
+    desk, sums = Coordinator(4), "the sum"
+    beats(desk, Beat("", sums, (1, 2), 44.0), Beat("", sums, (0, 2), 44.0), Beat("d.py:4 (i)"), Beat("", "activations 1", (0,), 44.0))
+    for waiter, on in ((0, (1, 2)), (3, (0,))):
+        awaited = Beat("", sums, on, 46.0, 45.0)
+        assert desk.answer(waiter, {"beat": vars(awaited)}) == {
+            "lost": f"process 2 hangs: process {waiter} has waited 46 s for the sum, and process 2 is in d.py:4 (i)",
+        }
+
+
+def test_a_process_that_says_that_it_takes_long_is_waited_for():
+    desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0)
+    beats(desk, waits, Beat("c.py:3 (h)", "the file to be written", (), 100.0, 200.0))
+    assert desk.answer(0, {"beat": vars(waits)}) is None
+    beats(desk, Beat(""), Beat("c.py:3 (h)", "the file to be written", (), 201.0, 300.0))
+    assert desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", "the file to be written", (), 201.0, 200.0))}) == {
+        "lost": "process 1 has waited 201 s for the file to be written",
+    }
+    desk.answer(1, {"beat": vars(Beat("c.py:3 (h)", "a meeting with process 0", (0,), 100.0, 600.0))})
+    assert "process 1 hangs" in desk.answer(0, {"beat": vars(waits)})["lost"]
+
+
+def test_processes_that_wait_for_each_other_are_told_so():
+    desk = Coordinator(2)
+    assert beats(desk, Beat("", "gradients 0", (1,), 30.0), Beat("", "activations 1", (0,), 46.0, 45.0))[1] == {
+        "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
+    }
+
+
+def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
+    desk = Coordinator(2)
+    assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
+    answers = beats(desk, Beat("", "all processes to reach 'start'", (), 601.0, 600.0), Beat("", "loss 3", (), 601.0, 600.0))
+    assert answers == [
+        {"lost": "process 1 has not joined: process 0 has waited 601 s for all processes to reach 'start'"},
+        {"lost": "process 1 has waited 601 s for loss 3"},
+    ]
+
+
+def test_long_texts_that_differ_are_shown_where_they_differ():
+    desk = Coordinator(3)
+    plan = json.dumps({"layers": [f"layer{k}" for k in range(1000)]})
+    desk.answer(2, {"meet": "agreement", "facts": {"plan": plan.replace("layer700", "layer_700")}})
+    desk.answer(1, {"meet": "agreement", "facts": {"plan": plan, "jax version": "1"}})
+    answer = desk.answer(0, {"meet": "agreement", "facts": {"plan": plan}})
+    assert answer == {
+        "met": "agreement",
+        "differences": [
+            "plan differs between processes 0 and 2: "
+            """'ayer697", "layer698", "layer699", "layer700", "layer701", "layer702", "layer703"' against """
+            """'ayer697", "layer698", "layer699", "layer_700", "layer701", "layer702", "layer703'; start all processes with the """
+            "same plan",
+            "jax version differs between processes 0 and 1: '' against '1'; start all processes with the same jax version",
+        ],
+    }

@@ -1,0 +1,371 @@
+"""Lowering and simulating: every schedule is proved, every damaged program is refused, the grids are the ones on file."""
+
+import dataclasses
+import inspect
+import math
+import pathlib
+import random
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpipe import InputError, Link, Plan, lower, simulate
+from jpipe.programs import (
+    LayerCost,
+    Program,
+    ProgramError,
+    StageCost,
+    batches_until_full,
+    format_grid,
+    parse_grid,
+    predict_window,
+    sum_layer_costs,
+    to_ticks,
+)
+from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
+from jpipe.programs._steps import Steps
+from jpipe.schedules import SCHEDULES
+from tests.jpipe.models import VARIANTS, is_legal
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+LAYERS = tuple("abcdefgh")
+
+
+@st.composite
+def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
+    """The fields of any legal plan of any schedule; the plan is built in the test, for hypothesis wants no run-time type checks here."""
+    fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
+    depth, m = draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches))
+    extra = draw(st.integers(0, 2)) if fields["schedule"] not in ("naive", "gpipe") else 0
+    if fields["schedule"] == "pipedream_2bw":
+        m = max(m, depth, (1 + extra) * (depth - 1))
+    recompute = draw(st.sampled_from(["none", "full"]))
+    return {"layers": LAYERS, "num_stages": depth, "microbatches": m, "extra_in_flight": extra, "recompute": recompute, **fields}
+
+
+@st.composite
+def replicated_plans(draw) -> dict:
+    """The fields of any legal plan with replicated stages."""
+    fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
+    replicas = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda counts: math.lcm(*counts) <= 12))
+    if fields["schedule"] == "pipedream":
+        fields["noam"] = draw(st.booleans())
+        if not fields.get("vertical_sync"):
+            fields["update_every"] = draw(st.sampled_from(["batch", "replicas"]))
+    if fields["schedule"] not in ("naive", "gpipe") and not fields.get("noam"):
+        fields["extra_in_flight"] = draw(st.integers(0, 2))
+    times = draw(st.integers(1, 4))
+    if fields["schedule"] == "pipedream_2bw":  # more than enough in flight
+        times += sum(replicas) * (2 + fields.get("extra_in_flight", 0))
+    m = times * math.lcm(*replicas)
+    return fields | {"layers": LAYERS, "num_stages": len(replicas), "replicas": tuple(replicas), "microbatches": m}
+
+
+def versions_alive(plan: Plan, s: int) -> int:
+    """The table of versions alive, written out."""
+    ahead = 1 + (1 + plan.extra_in_flight) * (plan.depth - 1 - (0 if plan.vertical_sync else s))
+    return {"pipedream": -(-(ahead - 1) // plan.microbatches) + 1, "pipedream_2bw": 2}.get(plan.schedule, 1)
+
+
+@pytest.mark.newest
+@settings(deadline=None, max_examples=150)
+@given(fields=plans(), start=st.integers(0, 5), batches=st.integers(1, 5))
+def test_every_schedule_is_proved_and_holds_as_many_versions_as_the_table_says(fields, start, batches):
+    plan = Plan.even(**fields)
+    prediction = simulate(lower(plan, start + batches, begin=start, start=start))
+    for s, most in enumerate(prediction.versions_alive):
+        assert most <= versions_alive(plan, s)
+        if start + batches > plan.depth * (2 + plan.extra_in_flight):  # the pipeline has run full
+            assert most == versions_alive(plan, s)
+
+
+@pytest.mark.parametrize("noam", [False, True])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
+def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_replicas(replicas, noam):
+    for times in (1, 2, 3):
+        m, rule = times * math.lcm(*replicas), SCHEDULES["pipedream"]
+        plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True, noam=noam)
+        first = (rule.in_flight(plan, 0) - 1 + (replicas[0] > 1 and not noam)) * replicas[0]
+        alive = simulate(lower(plan, 24 // m + 4)).versions_alive
+        for s, workers in enumerate(plan.stage_workers):
+            assert max(alive[w] for w in workers) == -(-first // m) + 1 == rule.versions_alive(plan, s)
+
+
+@settings(deadline=None, max_examples=100)
+@given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3))
+def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start):
+    plan = Plan.even(**fields)
+    end = start + batches
+    whole = lower(plan, end, begin=start, start=start)
+    parts = [lower(plan, t + 1, begin=t, start=start, drain=False) for t in range(start, end)]
+    parts.append(lower(plan, end, begin=end, start=start))
+    joined = tuple(i for part in parts for i in part.instructions)
+    simulate(dataclasses.replace(whole, instructions=joined))
+    assert len(joined) == len(whole.instructions)
+    if SCHEDULES[plan.schedule].flushes:
+        assert not parts[-1].instructions
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5))
+def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second):
+    plan = Plan.even(**fields)
+    steps = Steps(plan, clips=False)
+    joined = []
+
+    def go_on(since, batch, drain):
+        program, shift = steps.program(since, batch, drain)
+        joined.extend(shifted(i, plan, shift) for i in program.instructions)
+
+    flushes = SCHEDULES[plan.schedule].flushes
+    for start, end in ((0, first), (first, first + second)):
+        joined.clear()
+        for batch in range(start, end):
+            go_on(0 if flushes else batch - start, batch, False)
+        if not flushes:
+            go_on(end - start, end, True)
+        whole = lower(plan, end, begin=start, start=start)
+        simulate(dataclasses.replace(whole, instructions=tuple(joined)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), clips=st.booleans(), seed=st.integers(0, 9))
+def test_replicated_plans_are_proved_whatever_things_cost(fields, start, batches, clips, seed):
+    plan = Plan.even(**fields)
+    program = lower(plan, start + batches, begin=start, start=start, clips=clips and SCHEDULES[plan.schedule].flushes)
+    rng = random.Random(seed)
+    costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), weights=7, sums=5) for _ in plan.stages]
+    prediction = simulate(program, costs, Link(bandwidth=rng.choice([3.0, 1e9]), latency=rng.choice([0.0, 0.4])))
+    for w, row in enumerate(prediction.timeline):
+        s, replica = plan.workers[w]
+        assert {span.microbatch % plan.replicas[s] for span in row} == {replica}
+    for s, workers in enumerate(plan.stage_workers):
+        reads = {span.microbatch: span.version for w in workers for span in prediction.timeline[w]}
+        assert [reads[k] for k in sorted(reads)] == sorted(reads.values()), "versions do not decrease from microbatch to microbatch"
+        sums = [i for i in program.instructions if isinstance(i, AllReduce) and i.worker in workers]
+        updates = batches * plan.microbatches // plan.microbatches_per_update(s)
+        assert len(sums) == (updates * len(workers) if len(workers) > 1 else 0)
+
+
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (3, 2), (2, 3, 1), (15, 1), (1, 3)])
+def test_round_robin_keeps_every_worker_busy(replicas):
+    """At least 98.5% with our number in flight and sums that hide; less with the paper's and sums that do not."""
+    busy = {}
+    for noam in (False, True):
+        plan = Plan.even(LAYERS, len(replicas), "pipedream", math.lcm(*replicas), replicas=replicas, noam=noam)
+        costs = [StageCost(forward=float(count), backward=2.0 * count) for count in replicas]  # each stage's share is equal
+        first = 2 * batches_until_full(plan)
+        busy[noam] = 1 - predict_window(plan, costs, first, -(-60 // plan.microbatches)).bubble
+    assert busy[False] >= 0.985
+    assert busy[False] >= busy[True]
+
+
+def damaged(instructions, kind: str, at: int):
+    """One instruction changed; None where the change would change nothing."""
+    items, i = list(instructions), instructions[at]
+    if kind == "lost":
+        del items[at]
+    elif kind == "twice":
+        items.insert(at, i)
+    elif kind == "other version":
+        if not hasattr(i, "version"):
+            return None
+        items[at] = dataclasses.replace(i, version=i.version + 1)
+    elif kind == "other microbatch":
+        if not hasattr(i, "microbatch"):
+            return None
+        items[at] = dataclasses.replace(i, microbatch=i.microbatch + 1)
+    elif kind == "retired early":
+        if not isinstance(i, Update) or i.retires is None:
+            return None
+        items[at] = dataclasses.replace(i, retires=i.retires + 1)
+    elif kind == "never retired":
+        if not isinstance(i, Update) or i.retires is None:
+            return None
+        items[at] = dataclasses.replace(i, retires=None)
+    elif kind == "swapped on its worker":
+        later = next((j for j in range(at + 1, len(items)) if items[j].worker == i.worker), None)
+        computes = (Forward, Backward, ForwardBackward)
+        if later is None or not isinstance(i, computes) or not isinstance(items[later], computes):
+            return None
+        items[at], items[later] = items[later], i
+    return tuple(items)
+
+
+@settings(deadline=None, max_examples=300)
+@given(fields=plans(most_stages=4, most_microbatches=4), data=st.data())
+def test_a_damaged_program_is_refused_with_the_grid(fields, data):
+    plan = Plan.even(**fields)
+    program = lower(plan, 3)
+    kinds = ["lost", "twice", "other version", "other microbatch", "retired early", "never retired", "swapped on its worker"]
+    at, kind = data.draw(st.integers(0, len(program.instructions) - 1)), data.draw(st.sampled_from(kinds))
+    instructions = damaged(program.instructions, kind, at)
+    if instructions is None:
+        return
+    with pytest.raises(ProgramError, match=r"(?s)tick +\|.*worker 0 +\|"):
+        simulate(dataclasses.replace(program, instructions=instructions))
+
+
+def test_a_deadlock_is_shown():
+    # 1F1B with "receive before use, send after compute": worker 0 wants the gradient of 0 before it has sent microbatch 1.
+    program = lower(Plan.even("ab", 2, "pipedream", 1), 3)
+    items = list(program.instructions)
+    wanted = next(i for i in items if isinstance(i, Receive) and i.worker == 0)
+    sent = next(i for i in items if isinstance(i, Send) and i.worker == 0 and i.microbatch == 1)
+    items.remove(wanted)
+    items.insert(items.index(sent), wanted)
+    used = next(i for i in items if isinstance(i, ForwardBackward) and i.microbatch == 0)
+    taken = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
+    items.remove(taken)
+    items.insert(items.index(used) + 1, taken)
+    with pytest.raises(ProgramError, match=r"(?s)deadlock, workers \[0, 1\] wait for each other.*waits at Receive"):
+        simulate(dataclasses.replace(program, instructions=tuple(items)))
+
+
+def test_a_receive_before_its_send_in_the_total_order_is_refused():
+    program = lower(Plan.even("ab", 2, "gpipe", 1), 1)
+    items = list(program.instructions)
+    first = next(i for i, item in enumerate(items) if isinstance(item, Send))
+    items[first], items[first + 1] = items[first + 1], items[first]
+    with pytest.raises(ProgramError, match="stands before its Send"):
+        simulate(dataclasses.replace(program, instructions=tuple(items)))
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_golden_grids(name):
+    assert grids(name) == (GOLDEN / f"{name}.txt").read_text(), f"python -m {__name__} writes the files anew"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_timeline_in_a_schedules_docstring_is_what_it_does(name):
+    text = inspect.getdoc(sys.modules[f"jpipe.schedules.{name}"])
+    rows = [line for line in text.splitlines() if line.lstrip().startswith(("tick", "worker"))]
+    documented = parse_grid("\n".join(rows))
+    microbatches = {span.microbatch for span in documented[0]}
+    versions = max(span.version for span in documented[-1])
+    updates = sum(span.updates for span in documented[0])
+    m = len(microbatches) // updates
+    assert versions <= updates
+    assert to_ticks(simulate(lower(Plan.even("abc", 3, name, m), updates)).timeline) == documented
+
+
+@settings(deadline=None, max_examples=60)
+@given(fields=plans(), batches=st.integers(1, 3))
+def test_grids_are_read_back(fields, batches):
+    plan = Plan.even(**fields)
+    timeline = to_ticks(simulate(lower(plan, batches)).timeline)
+    text = format_grid(timeline)
+    assert parse_grid(text) == timeline
+    assert format_grid(parse_grid(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker 1 | F0.0", "line 1: expected 'worker 0"),
+        ("worker 0 | F0.0 X", "tick 1: expected a cell like F3.1"),
+        ("worker 0 | - F0.0", "tick 0: '-' goes on with nothing"),
+        ("hello", "line 1: expected 'worker 0"),
+    ],
+)
+def test_a_grid_that_is_none(text, message):
+    with pytest.raises(InputError, match=message):
+        parse_grid(text)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush"])
+@pytest.mark.parametrize(("depth", "m"), [(1, 3), (2, 2), (4, 4), (4, 9)])
+def test_the_bubble_of_flushing_schedules(schedule, depth, m):
+    prediction = simulate(lower(Plan.even(LAYERS, depth, schedule, m), 3))
+    assert prediction.bubble == pytest.approx((depth - 1) / (m + depth - 1))
+
+
+def test_asynchronous_schedules_have_no_bubble_but_start_and_end():
+    prediction = simulate(lower(Plan.even("abcd", 4, "pipedream_2bw", 4), 50))
+    assert prediction.seconds == pytest.approx(3 * 200 + 3 * 3)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 8])
+def test_latency_is_exposed_and_extra_in_flight_hides_it(depth):
+    """A microbatch comes back to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 of them share that time."""
+
+    def period(extra):
+        plan = Plan.even(LAYERS, depth, "pipedream", 1, extra_in_flight=extra)
+        link = Link(latency=1.0)
+        return (simulate(lower(plan, 120), link=link).seconds - simulate(lower(plan, 48), link=link).seconds) / 72
+
+    assert period(0) == pytest.approx((3 * depth + 2 * (depth - 1)) / depth)
+    assert period(1) == pytest.approx(3.0)
+
+
+def test_links_take_time_for_their_bytes_and_bytes_are_counted():
+    plan = Plan.even("ab", 2, "gpipe", 4)
+    costs = (StageCost(outputs=10, message=10), StageCost(inputs=10, gradient=10))
+    free, slow = simulate(lower(plan, 2), costs), simulate(lower(plan, 2), costs, Link(bandwidth=2.0))
+    assert free.moved_bytes == slow.moved_bytes == (80, 80)
+    # a batch: the first forward, four activations of 5 s each, the last forward, the first backward, four gradients, the last backward
+    assert slow.seconds == pytest.approx(2 * (1 + 4 * 5 + 1 + 2 + 4 * 5 + 2))
+
+
+def test_memory_counts_versions_residuals_and_waiting_inputs():
+    plan = Plan.even("ab", 2, "pipedream", 1)
+    costs = (StageCost(weights=1000, residuals=100, inputs=10, outputs=1), StageCost(weights=2000, inputs=1, labels=3, gradient=1))
+    prediction = simulate(lower(plan, 6), costs)
+    # stage 0: two versions, two microbatches in flight; the next input is loaded when one of them is done, and its output not yet sent
+    assert prediction.peak_bytes[0] == 2000 + 200 + 1
+    # stage 1: in place; an input and its labels before a computation; while it runs, its gradient on top
+    assert prediction.peak_bytes[1] == 2000 + 1 + 3
+    assert prediction.peak_bytes_running[1] == 2000 + 1 + 3 + 1
+
+
+def test_layer_costs_add_up_to_stage_costs():
+    layers = {i: LayerCost(1.0, 2.0, outputs=8, weights=100, optimizer=200, residuals={"none": 50, "dots_saveable": 20}) for i in "abc"}
+    stages = [{"layers": ("a",)}, {"layers": ("b", "c"), "recompute": "full"}]
+    first, second = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers, inputs=4, labels=2)
+    assert first == StageCost(1.0, 2.0, inputs=4, outputs=8, residuals=50, message=8, weights=100, optimizer=200, sums=100)
+    assert second == StageCost(2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, sums=200, temporary=92)
+    with pytest.raises(InputError, match="layer 'b' of the plan has none"):
+        sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
+
+
+def test_a_part_of_a_run_is_not_simulated():
+    plan = Plan.even("ab", 2, "pipedream", 1)
+    for part in (lower(plan, 2, drain=False), lower(plan, 2, begin=1)):
+        with pytest.raises(InputError, match="expected the program of a whole run"):
+            simulate(part)
+
+
+def test_costs_of_too_few_stages():
+    with pytest.raises(InputError, match="expected 2 costs, one for each stage, found 1"):
+        simulate(lower(Plan.even("ab", 2, "gpipe", 1), 1), [StageCost()])
+
+
+def test_what_a_program_is_made_of():
+    plan = Plan.even("ab", 2, "pipedream_2bw", 2)
+    program = lower(plan, 3)
+    assert isinstance(program, Program)
+    counts = {
+        kind: sum(type(i) is kind for i in program.instructions)
+        for kind in (Load, Forward, Backward, ForwardBackward, Send, Update, Release)
+    }
+    assert counts == {Load: 12, Forward: 6, Backward: 6, ForwardBackward: 6, Send: 12, Update: 6, Release: 0}
+    updates = [i.retires for i in program.worker(0) if isinstance(i, Update)]
+    assert updates == [None, 0, 1]  # the first retires nothing: shadow and current would be one
+
+
+def grids(name: str) -> str:
+    """The grids of one variant, for three plans of four stages."""
+    texts = []
+    for m, batches in ((1, 8), (4, 3), (5, 2)):
+        if is_legal(layers="abcd", num_stages=4, microbatches=m, **VARIANTS[name]):
+            text = simulate(lower(Plan.even("abcd", 4, microbatches=m, **VARIANTS[name]), batches)).grid()
+            texts.append(f"{name}, 4 stages, {m} microbatches a batch, {batches} batches\n{text}\n")
+    return "\n".join(texts)
+
+
+if __name__ == "__main__":  # write the golden grids anew; look at the difference before you commit it
+    for variant in VARIANTS:
+        (GOLDEN / f"{variant}.txt").write_text(grids(variant))

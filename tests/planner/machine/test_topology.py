@@ -1,0 +1,134 @@
+"""Topologies: those of configs/ load and say what the papers say; what cannot be is refused with the key, what was expected and found."""
+
+import pathlib
+import re
+
+import pytest
+
+import jpipe
+from planner.machine.topology import Topology
+
+FILES = sorted((pathlib.Path(__file__).parents[3] / "configs" / "topologies").glob("*.yaml"))
+WORKERS = {
+    "cluster-a": 16,
+    "cluster-b": 16,
+    "cluster-c": 4,
+    "dgx-h100-2": 16,
+    "dgx-h200-2": 16,
+    "v100-16gb-64": 64,
+    "v100-16gb-8": 8,
+}
+GOOD = """
+format: jpipe-topology/1
+name: two servers
+levels:
+  - {name: NVLink, count: 8, bandwidth: 30 GB/s, latency: 5 us}
+  - {name: Ethernet, count: 2, bandwidth: 25 Gbit/s}
+device: {name: V100, memory: 16 GB, flops: {float32: 15.7 TFLOP/s}, efficiency: 0.4, memory_bandwidth: 900 GB/s}
+cores: 2
+"""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_topologies_that_come_with_it_load(file):
+    topology = Topology.from_yaml(file.read_text(), str(file))
+    assert topology.num_workers == WORKERS[file.stem]
+    assert topology.name
+    assert topology.device.memory is not None
+    assert topology.device.flops["float32"] > 1e12
+    bandwidths = [level.bandwidth for level in topology.levels]
+    assert bandwidths == sorted(bandwidths, reverse=True)  # each level is slower than the one inside it
+    assert file.read_text().startswith("# "), "say where the numbers are from"
+
+
+def test_numbers_with_units_are_what_they_say():
+    topology = Topology.from_yaml(GOOD)
+    assert [level.bandwidth for level in topology.levels] == [30e9, 25e9 / 8]
+    assert [level.latency for level in topology.levels] == [pytest.approx(5e-6), 0.0]
+    assert (topology.device.memory, topology.device.flops, topology.device.memory_bandwidth) == (16e9, {"float32": 15.7e12}, 900e9)
+    assert Topology.from_yaml(GOOD.replace("16 GB", "16 GiB")).device.memory == 16 * 2**30
+    assert Topology.from_yaml(GOOD.replace("16 GB", "17000")).device.memory == 17000
+
+
+def test_a_message_costs_the_highest_level_that_it_crosses():
+    topology = Topology.from_yaml(GOOD)
+    assert [topology.level(0, other) for other in (0, 7, 8)] == [-1, 0, 1]
+    assert topology.link(0, 1) == jpipe.Link(30e9, topology.levels[0].latency, (("out", 0, 0), ("in", 0, 1)))
+    assert topology.link(1, 9).ports == (("out", 1, 0), ("in", 1, 1))  # a server has one port for all its workers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("count: 8", "count: 0", "levels.0.count: expected greater than or equal to 1, found 0"),
+        ("count: 8", "count: -1", "levels.0.count: expected greater than or equal to 1, found -1"),
+        ("count: 8", "count: 8.5", "levels.0.count: expected a valid integer, found 8.5"),
+        ("count: 8", "count: true", "levels.0.count: expected a valid integer, found True"),
+        ("count: 8", "count: 1048576", "levels: expected at most 1,048,576 workers in all, found 2,097,152"),
+        ("30 GB/s", "0", "levels.0.bandwidth: expected greater than 0, found 0"),
+        ("30 GB/s", "-30 GB/s", "levels.0.bandwidth: expected greater than 0, found '-30 GB/s'"),
+        ("30 GB/s", ".nan", "levels.0.bandwidth: expected greater than 0, found nan"),
+        ("30 GB/s", ".inf", "levels.0.bandwidth: expected a finite number, found inf"),
+        ("30 GB/s", "30 GB", "levels.0.bandwidth: expected bytes per second, such as 25 Gbit/s or 30 GB/s, found '30 GB'"),
+        ("30 GB/s", "30 Gbps", "levels.0.bandwidth: expected bytes per second, such as 25 Gbit/s or 30 GB/s, found '30 Gbps'"),
+        ("30 GB/s", "3-0 GB/s", "levels.0.bandwidth: expected a number and a unit, such as 25 Gbit/s or 30 GB/s, found '3-0 GB/s'"),
+        ("5 us", "-5 us", "levels.0.latency: expected greater than or equal to 0, found '-5 us'"),
+        ("5 us", "5 m", "levels.0.latency: expected seconds, such as 5 us or 0.1 ms, found '5 m'"),
+        ("16 GB,", "16 GB/s,", "device.memory: expected bytes, such as 16 GB or 16 GiB, found '16 GB/s'"),
+        ("16 GB,", "0,", "device.memory: expected greater than 0, found 0"),
+        ("15.7 TFLOP/s", "15.7 TFLOP", "device.flops.float32: expected FLOP/s, such as 125 TFLOP/s, found '15.7 TFLOP'"),
+        ("efficiency: 0.4", "efficiency: 40", "device.efficiency: expected less than or equal to 1, found 40"),
+        ("efficiency: 0.4", "efficiency: 0", "device.efficiency: expected greater than 0, found 0"),
+        ("cores: 2", "cores: 0", "cores: expected greater than or equal to 1, found 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(old, new, message):
+    assert old in GOOD
+    with pytest.raises(jpipe.InputError) as error:
+        Topology.from_yaml(GOOD.replace(old, new, 1), "t.yaml")
+    assert str(error.value) == f"t.yaml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD.replace("count: 8", "count: 8, cuont: 8"), "unknown key 'levels.0.cuont'; did you mean 'levels.0.count'?"),
+        (GOOD.replace("levels:", "level:"), "unknown key 'level'; did you mean 'levels'?"),
+        ("format: jpipe-topology/1", "key 'levels' is missing; add it"),
+        (
+            "format: jpipe-topology/2",
+            "expected YAML with 'format: jpipe-topology/1', found 'jpipe-topology/2'; is this a topology of jpipe?",
+        ),
+        ("- a\n- b", "expected YAML with 'format: jpipe-topology/1', found 'list'; is this a topology of jpipe?"),
+    ],
+)
+def test_text_that_is_no_topology_is_refused(text, message):
+    with pytest.raises(jpipe.InputError) as error:
+        Topology.from_yaml(text, "t.yaml")
+    assert str(error.value.args[0]) == f"t.yaml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("levels: 1\nlevels: 2", "line 2, column 1: .* the key 'levels' is there twice"),
+        ("!!python/object/apply:os.getcwd []", "line 1, column 1: .* found a tag"),
+        ("a: [1,\nb: {", "line 2, column 5: "),
+        ("[" * 3000, "nested too deeply"),
+        ("a: 2026-99-99", "can be read in two ways"),
+        (f"a: {'9' * 5000}", "expected a number of at most 64 bits"),
+    ],
+)
+def test_text_that_is_not_yaml_as_it_should_be_is_refused(text, message):
+    with pytest.raises(jpipe.InputError, match=r"^t\.yaml, line") as error:
+        Topology.from_yaml(text, "t.yaml")
+    assert re.search(message, str(error.value))
+
+
+def test_a_number_with_an_exponent_is_a_number():
+    assert Topology.from_yaml("{format: jpipe-topology/1, levels: [{count: 2, bandwidth: 3e9}]}").levels[0].bandwidth == 3e9
+
+
+def test_dtypes_that_are_none_are_refused():
+    with pytest.raises(jpipe.InputError, match="unknown dtype 'fp16'; did you mean 'float16'"):
+        Topology(levels=({"count": 2, "bandwidth": 1},), device={"flops": {"fp16": 1e12}})

@@ -1,0 +1,94 @@
+"""Compiled programs are kept for the next run, in a folder of the user's own."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jpipe import InputError
+from tests.train.conftest import changed
+from tests.train.run.test_loop import rows_of
+from train.assemble import compile_cache
+from train.report.metrics_log import repeatable
+from train.run import loop
+
+
+@pytest.fixture
+def no_cache(monkeypatch, tmp_path, nothing_shared):
+    """As in a fresh process of a user with this home folder."""
+    before = {name: jax.config.values[name] for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def forget() -> None:
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_the_second_run_finds_its_programs_and_gives_the_same_numbers(tiny, tmp_path, capsys):
+    rows, said = [], []
+    for name in ("first", "second"):
+        summary = loop.main(changed(tiny, run={"dir": str(tmp_path / name)}, train={"trace_batches": 0}))
+        rows.append([repeatable(row) for row in rows_of(summary.folder)])
+        said.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiling 2 stages: ")))
+        (folder,) = (tmp_path / "home" / ".cache" / "jpipe").iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        forget()
+    assert rows[0] == rows[1]
+    assert "(from the cache)" not in said[0]
+    assert said[1].endswith(" s (from the cache)")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_null_keeps_nothing_and_a_folder_given_to_jax_stays(tiny, tmp_path):
+    assert compile_cache.use(None) is None
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "given"))
+    compile_cache.use("auto")
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
+    assert not (tmp_path / "home").exists()
+    assert changed(tiny | {"compile_cache": None}).compile_cache is None
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("how", ["others can write", "a link", "a file", "another's"])
+def test_a_folder_that_is_not_the_users_own_is_not_used(how, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    if how == "others can write":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif how == "a link":
+        folder.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere").chmod(0o770)
+    elif how == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(InputError, match=r"compile_cache: '.*' cannot be used: .*; choose another folder, or null"):
+        compile_cache.use(str(folder))
+    monkeypatch.setattr(compile_cache, "_default", lambda: folder)
+    told = compile_cache.use("auto")
+    assert told is not None
+    assert told.endswith("; compiled programs are not kept")
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_the_oldest_programs_beyond_the_limit_are_removed(tmp_path, monkeypatch):
+    for age, name in enumerate(["new", "middle", "old"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    monkeypatch.setattr(compile_cache, "_LARGEST", 250)
+    compile_cache._remove_oldest(Path(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["middle", "new"]

@@ -1,0 +1,428 @@
+"""Models, losses and data of one's own, named in a config: not run unless allowed, and every mistake told in one line."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import jpipe
+from tests.train.run.test_loop import rows_of
+from train import cli
+from train.assemble import model
+from train.config import config_file, entry_point
+from train.config.config import Config, LossConfig, ModelConfig
+
+OWN = '''
+"""What a user may write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+import jpipe
+
+LAYERS = {"first": lambda rngs: nnx.Linear(2, 4, rngs=rngs), "last": lambda rngs: nnx.Linear(4, 1, rngs=rngs)}
+
+
+def model(scale=1.0):
+    return jpipe.LayerStack(LAYERS | {"scale": lambda x: scale * x})
+
+
+def needs_width(width):
+    return model()
+
+
+def wrong(kind):
+    return {
+        "dict": LAYERS,
+        "none": None,
+        "class": nnx.Linear,
+        "nnx": nnx.Linear(2, 4, rngs=nnx.Rngs(0)) if kind == "nnx" else 0,
+        "linen": linen.Dense(4),
+        "list": [1],
+    }[kind]
+
+
+def fails():
+    return helper()
+
+
+def helper():
+    raise KeyError("no such thing\\nand more")
+
+
+def fails_inside():
+    return jnp.ones(2) @ jnp.ones(3)
+
+
+def leaves():
+    raise SystemExit(5)
+
+
+def repeats():
+    return jpipe.LayerStack({})
+
+
+def no_stack():
+    return jpipe.LayerStack(3)
+
+
+@jax.jit
+def loss(outputs, labels, power=2):
+    return (jnp.abs(outputs - labels) ** power).sum(), jnp.asarray(float(labels.size))
+
+
+class Batches:
+    def __init__(self, seed, batch_size):
+        self.seed, self.batch_size = seed, batch_size
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, t):
+        x = np.random.default_rng((self.seed, t)).normal(size=(self.batch_size, 2)).astype(np.float32)
+        return x, x[:, :1] - x[:, 1:]
+
+
+def data(seed, batch_size):
+    return Batches(seed + 1, batch_size), Batches(0, batch_size)
+
+
+class Few(Batches):
+    def __getitem__(self, t):
+        return super().__getitem__([0, 1, 2][t])
+
+
+def few(seed, batch_size):
+    return Few(seed, batch_size), Batches(0, batch_size)
+
+
+def numbered(seed, batch_size):
+    batches = Batches(seed, batch_size)
+    return {t: batches[t] for t in range(3)}, batches
+
+
+def odd_data(seed, batch_size, kind):
+    good = [Batches(0, batch_size)[0]]
+    return {
+        "none": None,
+        "three": (good, good, good),
+        "number": (3, good),
+        "generator": ((batch for batch in good), good),
+        "empty": (good, []),
+        "few": (good * 3, good),
+        "lists": ([[1, 2]] * 40, good),
+        "jax": ([(jnp.ones((batch_size, 2)), jnp.ones((batch_size, 1)))] * 40, good),
+        "rows": ([Batches(0, 3)[0]] * 40, good),
+    }[kind]
+
+
+def classes(count=3):
+    return jpipe.LayerStack({"scale": lambda x: 2.0 * x, "last": lambda rngs: nnx.Linear(2, count, rngs=rngs)})
+
+
+class Labelled(Batches):
+    def __init__(self, *sizes, wrong=None, label=7):
+        super().__init__(*sizes)
+        self.wrong, self.label = wrong, label
+
+    def __getitem__(self, t):
+        labels = np.zeros(self.batch_size, np.int32)
+        labels[-1] = self.label if t == self.wrong else 2
+        return super().__getitem__(t)[0], labels
+
+
+def labelled(seed, batch_size, train=None, validation=None, label=7):
+    return Labelled(1, batch_size, wrong=train, label=label), Labelled(0, batch_size, wrong=validation, label=label)
+
+
+def tokens(seed, batch_size):
+    x = np.full((batch_size, 8), 256, np.int32)
+    return [(x, x % 256)] * 40, [(x, x % 256)]
+
+
+class Negative(Batches):
+    def __len__(self):
+        return -1
+
+
+def negative(seed, batch_size):
+    return Batches(seed, batch_size), Negative(0, batch_size)
+
+
+class Halt(BaseException):
+    pass
+
+
+def halts():
+    raise Halt("enough")
+
+
+limit = 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """A folder to work in, with the modules `own_parts` and `broken_…`."""
+    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "broken_name.py").write_text("import os\n\nx = unknown\n")
+    (tmp_path / "broken_syntax.py").write_text("import os\ndef f(:\n")
+    (tmp_path / "broken_import.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "broken_exit.py").write_text("import sys\nsys.exit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in ("own_parts", "leaves_a_trace"):
+        sys.modules.pop(name, None)
+
+
+CONFIG = {
+    "model": {"target": "own_parts:model"},
+    "loss": {"target": "own_parts:loss"},
+    "data": {"target": "own_parts:data"},
+    "train": {"steps": 40, "batch_size": 8, "eval_every": 20},
+    "plan": {"schedule": "gpipe", "num_stages": 2, "microbatches": 2},
+    "optimizer": {"learning_rate": 0.05},
+    "run": {"dir": "run"},
+}
+
+
+def line_of(code: str) -> str:
+    """Where in the user's file these words are."""
+    return f"{Path.cwd()}/own_parts.py:{OWN[: OWN.index(code)].count(chr(10)) + 1}"
+
+
+def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `jpipe train` with the config, some of its sections replaced."""
+    Path("own.yaml").write_text(yaml.safe_dump(CONFIG | sections))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        code = cli.main(["train", "own.yaml", *flags])
+    return code, *capsys.readouterr()
+
+
+def test_everything_can_be_ones_own(capsys):
+    code, out, err = run(capsys, "--allow-code")
+    assert (code, err) == (0, "")
+    assert "data: own_parts:data; plan: 2 stages, gpipe" in out
+    assert "samples/s" in out
+    assert "tokens" not in out
+    before, after = map(float, re.search(r"validation loss (\S+) → (\S+); the run is in run; open its report.html\n$", out).groups())
+    assert after < 0.2 * before
+    assert str(Path.cwd()) not in sys.path
+
+
+@pytest.mark.slow
+def test_such_a_run_can_be_run_again_from_its_folder(capsys):
+    assert run(capsys, "--allow-code")[0] == 0
+    Path("run").rename("before")
+    resolved = yaml.safe_load(Path("before/config.yaml").read_text())
+    assert resolved["model"] == {"target": "own_parts:model", "arguments": {}}
+    assert cli.main(["train", "before/config.yaml"]) == 2
+    assert "--allow-code" in capsys.readouterr().err
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert cli.main(["train", "before/config.yaml", "--allow-code"]) == 0
+    assert rows_of(Path("before")) == rows_of(Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("section", "target"),
+    [("model", "os:system"), ("data", "leaves_a_trace:f"), ("loss", "leaves_a_trace:f"), ("optimizer", "leaves_a_trace:f")],
+)
+def test_a_config_alone_runs_no_code(capsys, section, target):
+    Path("leaves_a_trace.py").write_text("open('trace', 'w')\ndef f(*_, **__): pass\n")
+    key = "name" if section == "optimizer" else "target"
+    code, _, err = run(capsys, **({name: {} for name in ("model", "data", "loss")} | {section: {key: target}}))
+    assert code == 2
+    assert err == (
+        f"jpipe: own.yaml: expected built-in parts only, found code of its own to import and run: '{target}' ({section}.{key}); "
+        "read that code, and if you trust it add --allow-code\n"
+    )
+    assert not Path("trace").exists()
+    assert "leaves_a_trace" not in sys.modules
+    assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("os:system", "expected a function of your own, found 'os:system' of Python's standard library"),
+        ("builtins:exec", "expected a function of your own, found 'builtins:exec' of Python's standard library"),
+        ("subprocess:run", "expected a function of your own, found 'subprocess:run' of Python's standard library"),
+        (
+            "numpy:array",
+            "expected a function or class written in Python, found 'numpy:array', a builtin_function_or_method; name a function",
+        ),
+        ("train:model", "expected a function of your own, found 'train:model', and 'train' is a package of jpipe's; rename your module"),
+        ("jpipe.x:y", "'jpipe' is a package of jpipe's; rename"),
+        ("own_parts:limit", "expected a function or class written in Python, found 'own_parts:limit', a int; name a function"),
+        ("own_parts:modle", "the module 'own_parts' has no function 'modle'; did you mean 'model'?"),
+        ("own_part:model", "there is no module 'own_part' for 'own_part:model' in the current folder "),
+        ("own_parts.deeper:model", "there is no module 'own_parts.deeper' for"),
+        (
+            "broken_name:f",
+            "the module 'broken_name' fails when it is imported: NameError: name 'unknown' is not defined (HERE/broken_name.py:3)",
+        ),
+        ("broken_syntax:f", "the module 'broken_syntax' fails when it is imported: SyntaxError: invalid syntax (broken_syntax.py, line 2)"),
+        ("broken_import:f", "ModuleNotFoundError: No module named 'nowhere_to_be_found' (HERE/broken_import.py:1)"),
+        ("broken_exit:f", "the module 'broken_exit' fails when it is imported: SystemExit: 7 (HERE/broken_exit.py:2)"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(target, message):
+    for _ in range(2):  # a module that failed fails again
+        with pytest.raises(jpipe.InputError) as caught:
+            entry_point.load(target, "model.target")
+        assert str(caught.value).startswith("model.target: ")
+        assert message.replace("HERE", str(Path.cwd())) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert str(Path.cwd()) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("model", {"scal": 2}, "model.arguments: 'own_parts:model' has no argument 'scal'; its arguments, the nearest first: scale"),
+        ("fails", {"x": 2}, "model.arguments: 'own_parts:fails' has no argument 'x'; it takes none"),
+        ("needs_width", {}, "model.arguments: 'own_parts:needs_width' needs the argument 'width'; add it"),
+        ("wrong", {"kind": "dict"}, "return a jpipe.LayerStack, found a dict with keys first, last; wrap it in jpipe.LayerStack(…)"),
+        ("wrong", {"kind": "none"}, "found None; does the function end with return?"),
+        ("wrong", {"kind": "class"}, "found the class Linear; return a LayerStack of layers, such as"),
+        (
+            "wrong",
+            {"kind": "nnx"},
+            "found the NNX module Linear, built already; return a LayerStack of its parts, each a constructor such as",
+        ),
+        ("wrong", {"kind": "linen"}, "found the Linen module Dense; return a LayerStack of its parts"),
+        ("wrong", {"kind": "list"}, "found list; return jpipe.LayerStack("),
+        ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); fix it there"),
+        ("fails_inside", {}, "(LINE); fix it there"),
+        ("leaves", {}, "model.target: 'own_parts:leaves' fails: SystemExit: 5 (LINE); fix it there"),
+        ("halts", {}, "model.target: 'own_parts:halts' fails: Halt: enough (LINE); fix it there"),
+        ("repeats", {}, "LayerStack: expected at least one layer, found none"),
+    ],
+)
+def test_a_mistake_in_a_model_is_told(name, arguments, message):
+    with pytest.raises(jpipe.InputError) as caught:
+        model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments))
+    line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
+    assert (message.replace("LINE", line_of(line)) if line else message) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_takes_its_arguments():
+    outputs, labels = np.full((2, 1), 3.0, np.float32), np.zeros((2, 1), np.float32)
+    for arguments, total in (({}, 18), ({"power": 1}, 6)):
+        loss = model.loss(LossConfig(target="own_parts:loss", arguments=arguments))
+        with jax.numpy_dtype_promotion("standard"):
+            assert tuple(map(float, loss(outputs, labels))) == (total, 2)
+    with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'own_parts:loss' has no argument 'powr'; .* first: power"):
+        model.loss(LossConfig(target="own_parts:loss", arguments={"powr": 1}))
+    with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'labels' of 'own_parts:loss' is given by jpipe"):
+        model.loss(LossConfig(target="own_parts:loss", arguments={"labels": 1}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("none", "expected 'own_parts:odd_data' to return (train, validation), found NoneType; return two"),
+        ("three", "to return (train, validation), found tuple; return two"),
+        ("number", "expected the train batches of 'own_parts:odd_data' to be indexable, train[t], found int; return a list"),
+        ("generator", "to be indexable, train[t], found generator; return a list"),
+        ("empty", "expected at least one validation batch from 'own_parts:odd_data', found none"),
+        ("few", "expected train to give batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
+        ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
+        ("jax", "with 8 rows, found in it ArrayImpl; use np.asarray"),
+        ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
+    ],
+)
+def test_data_that_is_none_is_refused(capsys, kind, message):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:odd_data", "arguments": {"kind": kind}})
+    assert code == 2
+    assert err.startswith("jpipe: data.target: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+def test_data_that_runs_out_is_told_with_the_step(capsys):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
+    assert code == 2
+    assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"train": 0}, "7 in train[0]"),
+        ({"train": 2, "label": 3}, "3 in train[2]"),
+        ({"validation": 0, "label": -1}, "-1 in validation[0]"),
+    ],
+)
+def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, found):
+    data = {"target": "own_parts:labelled", "arguments": arguments}
+    code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:classes"}, loss={}, data=data)
+    assert (code, err) == (
+        2,
+        f"jpipe: data: expected every label to be from 0 to 2 (the model has 3 outputs for each), found {found}; "
+        "correct the labels, or the model\n",
+    )
+    assert Path("run").exists() == (found[-2] != "0")  # where the first batches are wrong, nothing is begun
+
+
+def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
+    small = {"depth": 1, "width": 8, "heads": 1, "seq_len": 8}
+    code, _, err = run(capsys, "--allow-code", model=small, loss={}, data={"target": "own_parts:tokens"})
+    message = "data: expected every input to be from 0 to 255 (the built-in model reads bytes), found 256 in train[0]; "
+    assert (code, err) == (2, f"jpipe: {message}correct the inputs, or the model\n")
+
+
+def test_a_length_that_is_none_is_told(capsys):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:negative"})
+    assert (code, err) == (2, "jpipe: data.target: len(validation) fails: ValueError: __len__() should return >= 0; fix it\n")
+
+
+def test_no_line_of_ours_is_named_as_the_users(capsys):
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:numbered"})
+    assert (code, err) == (2, "jpipe: data.target: train[3] fails: KeyError: 3; fix it\n")
+    with pytest.raises(jpipe.InputError, match=re.escape(f"({line_of('return jpipe.LayerStack(3)')}); fix it there")):
+        entry_point.call("own_parts:no_stack", "model.target", {})
+
+
+def test_layers_that_do_not_fit_are_told(capsys):
+    code, _, err = run(capsys, "--allow-code", loss={}, model={"target": "own_parts:model"})
+    assert code == 2
+    assert re.match(r"jpipe: loss: it does not take outputs float32\[4, 1\] of layer 'scale' and labels float32\[4, 1\]; it says: ", err)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"model": {"target": "a:b", "depth": 2, "width": 8}},
+            "model: depth, width would mean nothing to 'a:b'; leave it out, or give it in",
+        ),
+        ({"data": {"target": "a:b", "path": "x"}}, "data: path would mean nothing to 'a:b'"),
+        ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len would mean nothing beside model.target and"),
+        ({"model": {"arguments": {"x": 1}}}, "model: arguments are those of a target, and there is none; name one as module:function"),
+        ({"model": {"target": "a.b"}}, "model.target: expected module:function, such as my_models:conv_net, found 'a.b'"),
+        ({"model": {"target": "a:b; import os"}}, "model.target: expected module:function, such as my_models:conv_net, found 'a:b; import"),
+        ({"loss": {"target": ":b"}}, "loss.target: expected module:function"),
+        ({"model": {"target": "a:b", "arguments": [1]}}, "model.arguments: expected a valid dictionary, found [1]"),
+    ],
+)
+def test_a_section_that_contradicts_itself_is_refused(sections, message):
+    Path("own.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises(jpipe.InputError, match=re.escape(message)):
+        config_file.load("own.yaml", allow_code=True)
+
+
+def test_a_model_of_ones_own_may_read_the_built_in_text():
+    config = Config.model_validate({"model": {"target": "a:b", "seq_len": 32, "arguments": {"n": 1}}})
+    Path("own.yaml").write_text(config_file.to_yaml(config))
+    again = config_file.load("own.yaml", allow_code=True)
+    assert again == config
+    assert again.model.seq_len == 32

@@ -1,0 +1,500 @@
+"""Checkpoints come back bit for bit, for whoever reads them, and whatever happens to their files is found and named."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import records as checkpoint_records
+from jpipe.checkpoints.files import (
+    begin,
+    complete,
+    gather,
+    layer_specs,
+    newest_good,
+    prune,
+    read_facts,
+    read_layers,
+    read_metrics,
+    steps,
+    verify,
+    write_layers,
+)
+from jpipe.checkpoints.orbax_item import write_item
+from jpipe.checkpoints.records import Damaged, marker_text
+from tests.train.items import STEP, layers_of
+
+ROOT = Path(__file__).parents[3]
+ODD = ["", ".", "..", "a.b", "a", "a/b", "/", "%", "%2E", "0", "ü 'x' \"y\"", "line\nbreak", "x" * 300, ".zarray", "None", "{}"]
+
+
+def place(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"{step:08d}"
+
+
+def save(folder: Path, step: int, processes: int = 2) -> None:
+    """A small checkpoint of some processes."""
+    for process in range(processes):
+        write_layers(folder, step, layers_of(process), process)
+    complete(folder, step, processes, facts={"step": step}, rows=b'{"step": 0}\n')
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run folder with good checkpoints of steps 10 and 20, to be copied."""
+    folder = tmp_path_factory.mktemp("saved")
+    for step in (10, 20):
+        save(folder, step)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def assert_same(found: object, expected: object) -> None:
+    """Trees of the same keys, and arrays of the same type, shape and bits."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    else:
+        assert isinstance(found, np.ndarray)
+        expected = np.asarray(expected)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+
+
+DTYPES = [
+    "bool",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "uint8",
+    "uint32",
+    "float16",
+    "float32",
+    "complex64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
+
+
+def test_every_kind_of_array_comes_back_with_its_bits(tmp_path):
+    bits = np.random.default_rng(0).integers(0, 2, 12)
+    kinds = {name: jnp.asarray(bits, name).reshape(3, 4) for name in DTYPES}
+    special = jnp.array([jnp.nan, -0.0, jnp.inf, 1e-45])
+    layers = {
+        "all": kinds,
+        "odd": {"0-d": jnp.bfloat16(3), "empty": jnp.zeros((0, 3)), "zeros": jnp.zeros((2,)), "special": special, "no leaves": {}},
+        "nothing": {},
+        "numpy": {"f64": np.arange(3.0), "transposed": np.arange(6.0).reshape(2, 3).T},
+    }
+    written = write_layers(tmp_path, 1, layers, 0)
+    complete(tmp_path, 1, 1, facts=None)
+    assert written == sum(path.stat().st_size for path in files_of(place(tmp_path, 1) / "process-0"))
+    assert_same(read_layers(tmp_path, 1), layers)
+
+
+def test_names_of_any_characters_come_back(tmp_path):
+    layers = {layer: {key: {"x": jnp.full((2,), i + 100.0 * j)} for i, key in enumerate(ODD)} for j, layer in enumerate(ODD)}
+    write_layers(tmp_path, 1, layers, 0)
+    complete(tmp_path, 1, 1, facts=None)
+    assert_same(read_layers(tmp_path, 1, ODD), layers)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
+    assert_same(read_layers(tmp_path, 1, ["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
+
+
+def test_what_cannot_be_read_again_is_not_written(tmp_path):
+    for tree in ({"a": [jnp.zeros(1)]}, {"a": None}, {"a": jnp.zeros(1, "uint4")}):
+        with pytest.raises((TypeError, ValueError), match=r"nested dicts of arrays|uint4"):
+            write_layers(tmp_path, 1, {"layer": tree}, 0)
+        assert list(place(tmp_path, 1).iterdir()) == []
+
+
+def test_plain_orbax_reads_an_item(run):
+    tree = ocp.StandardCheckpointer().restore(place(run, 20) / "process-1")
+    assert_same(tree, {"layer 1": {"count": jnp.int32(1), "weights": {"w": jnp.arange(6.0).reshape(2, 3) + 1}}})
+
+
+@pytest.mark.newest
+def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.train.items", address]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "output").open("wb") as output:
+        started = [
+            subprocess.Popen([*command, str(index), str(tmp_path)], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            for index in range(2)
+        ]
+        try:
+            codes = [process.wait(60) for process in started]
+        finally:
+            for process in started:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+    assert codes == [0, 0], (tmp_path / "output").read_text()
+    expected = layers_of(0) | layers_of(1)
+    for index in range(2):
+        found = np.load(tmp_path / f"{index}.npz")
+        assert {layer: found[f"{layer} w"].tolist() for layer in expected} == {
+            layer: tree["weights"]["w"].tolist() for layer, tree in expected.items()
+        }
+    assert_same(read_layers(tmp_path, STEP), expected)
+
+
+def test_the_same_layers_from_one_process_or_three(tmp_path):
+    layers = layers_of(0) | layers_of(1) | layers_of(2)
+    write_layers(tmp_path, 1, layers, 0)
+    complete(tmp_path, 1, 1, facts=None)
+    save(tmp_path, 2, processes=3)
+    assert_same(read_layers(tmp_path, 1), read_layers(tmp_path, 2))
+
+
+def test_a_process_without_any_array_takes_part(tmp_path, capfd):
+    write_layers(tmp_path, 1, layers_of(0), 0)
+    write_layers(tmp_path, 1, {}, 1)
+    write_layers(tmp_path, 1, {"tanh": {"weights": {}, "state": {"0": {}}}}, 2)
+    complete(tmp_path, 1, 3, facts=None)
+    assert_same(read_layers(tmp_path, 1), layers_of(0) | {"tanh": {"weights": {}, "state": {"0": {}}}})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_what_is_asked_for_is_read(run):
+    shutil.rmtree(place(run, 20) / "process-0")
+    assert list(read_layers(run, 20, ["layer 1"])) == ["layer 1"]
+    with pytest.raises(Damaged, match=r"process-0/.* is missing"):
+        read_layers(run, 20, ["layer 1", "layer 0"])
+
+
+def test_facts_are_any_json(run):
+    assert read_facts(run, 20) == {"step": 20}
+    facts = {"losses": [0.1, 5e-324, float("inf")], "seed": 2**70, "plan": {"ü": [None, True, {}]}}
+    write_layers(run, 30, layers_of(0), 0)
+    complete(run, 30, 1, facts)
+    assert read_facts(run, 30) == facts
+    assert steps(run) == [10, 20, 30]
+
+
+def test_the_rows_of_the_run_are_kept_with_it(run):
+    assert read_metrics(run, 20) == b'{"step": 0}\n'
+    change(place(run, 20) / "metrics.jsonl", "changed")
+    with pytest.raises(Damaged, match=r"00000020/metrics.jsonl: is not what was written"):
+        read_metrics(run, 20)
+
+
+def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, monkeypatch):
+    place(run, 30).write_text("a file")
+    place(run, 40).symlink_to(tmp_path)
+    told = []
+    assert newest_good(run, told.append) == 20
+    assert [line.partition(":")[0] for line in told] == [str(place(run, 40)), str(place(run, 30))]
+    with pytest.raises(jpipe.InputError, match=r"00000030: in the way .* is not removed: Not a directory; move it away$"):
+        begin(run, 20)
+    assert place(run, 30).read_text() == "a file", "which jpipe has not written"
+    place(run, 30).unlink()
+    monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
+    place(run, 50).mkdir()
+    with pytest.raises(jpipe.InputError, match=r"00000050: in the way .* is not removed: Operation not permitted; move it away$"):
+        begin(run, 20)
+    assert tmp_path.is_dir()
+    assert not place(run, 40).is_symlink()
+
+
+def test_a_layer_that_is_not_there_is_named(run):
+    with pytest.raises(jpipe.InputError, match=r"expected the layer 'head', found layer 0, layer 1; is it a checkpoint of this model\?$"):
+        read_layers(run, 20, ["layer 1", "head"])
+
+
+def test_without_its_marker_a_checkpoint_is_unfinished(run):
+    write_layers(run, 30, layers_of(0), 0)
+    with pytest.raises(TimeoutError, match=r"00000030: waited 0 s for process-1.json, process-2.json$"):
+        gather(run, 30, 3, limit=0.0)
+    assert gather(run, 30, 3, limit=0.0, failed=lambda: {2, 1}) == [1, 2]
+    assert gather(run, 20, 2, limit=0.0) == []
+    assert steps(run) == [10, 20]
+    told = []
+    assert newest_good(run, told.append) == 20
+    assert told == [f"{place(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
+    assert steps(run / "none") == []
+    assert newest_good(run / "none", told.append) is None
+
+
+def change(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    match kind:
+        case "missing":
+            path.unlink()
+        case "cut off":
+            path.write_bytes(content[: len(content) // 2])
+        case "changed":
+            middle = len(content) // 2
+            path.write_bytes(content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :])
+        case "longer":
+            path.write_bytes(content + b"x")
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut off", "changed", "longer"])
+def test_damage_to_any_file_is_found_and_named(run, kind):
+    newest = place(run, 20)
+    names = [path.relative_to(newest) for path in files_of(newest)]
+    assert len(names) >= 13
+    for name in names:
+        content = (newest / name).read_bytes()
+        if kind in ("cut off", "changed") and not content:
+            continue
+        change(newest / name, kind)
+        told = []
+        assert newest_good(run, told.append) == 10
+        (line,) = told
+        if name.name == "checkpoint.json" and kind == "missing":
+            assert line.startswith(f"{newest}: has no checkpoint.json")
+        else:
+            expected = {"missing": "is missing", "cut off": "cut off"}.get(kind, "is not what was written")
+            assert line.startswith(f"{newest / name}: ")
+            assert expected in line
+        (newest / name).write_bytes(content)
+    assert newest_good(run, told.append) == 20
+
+
+def rewrite_marker(run: Path, **changes: object) -> None:
+    """A marker with a hash that is right, as somebody else may write it."""
+    path = place(run, 20) / "checkpoint.json"
+    data = json.loads(path.read_text()) | changes
+    data.pop("sha256")
+    plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(data | {"sha256": hashlib.sha256(plain.encode()).hexdigest()}))
+
+
+def test_a_checkpoint_of_a_newer_jpipe_is_not_passed_over(run):
+    rewrite_marker(run, format="jpipe-checkpoint/2", surprise=1)
+    for use in (lambda: newest_good(run, print), lambda: verify(run, 20), lambda: read_layers(run, 20), lambda: read_facts(run, 20)):
+        with pytest.raises(
+            jpipe.InputError, match=r"json: expected the format jpipe-checkpoint/1, found jpipe-checkpoint/2; .*: update jpipe$"
+        ):
+            use()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "else"},
+        {"format": 3},
+        {"processes": 10**12},
+        {"processes": "2"},
+        {"items": {"../process-0.json": "0"}},
+        {"items": []},
+        {"step": 30},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_marker_that_jpipe_would_not_write_is_refused(run, changes):
+    rewrite_marker(run, **changes)
+    with pytest.raises(Damaged, match=r"checkpoint\.json: "):
+        verify(run, 20)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"sha256": 1}', b"9" * 5000])
+def test_a_marker_of_any_bytes_is_refused(run, content):
+    (place(run, 20) / "checkpoint.json").write_bytes(content)
+    with pytest.raises(Damaged, match="is not what was written"):
+        verify(run, 20)
+
+
+def forge(run: Path, files: dict) -> None:
+    """A checkpoint whose hashes fit whatever its items say."""
+    item = place(run, 20) / "process-0.json"
+    item.write_text(json.dumps({"layers": ["layer 0"], "files": files}))
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (item, place(run, 20) / "metrics.jsonl")]
+    marker = marker_text(20, {item.name: digests[0]}, digests[1], 0)
+    (place(run, 20) / "checkpoint.json").write_text(marker)
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/etc/hostname", "a/../../../../secret"])
+def test_names_do_not_lead_out_of_the_folder(run, name):
+    (run / "secret").write_text("secret")
+    forge(run, {name: {"size": 6, "sha256": "0"}})
+    with pytest.raises(Damaged, match=rf"process-0: names a file outside of itself, '{name}'; take another checkpoint$"):
+        read_layers(run, 20)
+
+
+def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
+    for path in files_of(place(run, 20) / "process-0"):
+        path.write_bytes(b"nonsense")
+    forge(run, {})
+    verify(run, 20)
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it"):
+        read_layers(run, 20)
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it"):
+        layer_specs(run, 20)
+    shutil.rmtree(place(run, 20) / "process-0")
+    with ocp.StandardCheckpointer() as plain:
+        plain.save(place(run, 20) / "process-0", {"layer 0": np.ones(2)})  # an array where the parts of a layer belong
+    forge(run, {})
+    with pytest.raises(Damaged, match=r"process-0: is no Orbax item as jpipe writes it \(TypeError: "):
+        read_layers(run, 20)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Damaged), (errno.EACCES, jpipe.InputError), (errno.ESTALE, jpipe.InputError)])
+def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, number, kind):
+    def unreadable(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(checkpoint_records, "describe", unreadable)
+    with pytest.raises(jpipe.InputError, match=rf"process-0/.*: cannot be read.*{os.strerror(number)}") as caught:
+        verify(run, 20)
+    assert type(caught.value) is kind
+
+
+def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, monkeypatch):
+    on_disk, sync, replace = set(), os.fsync, os.replace
+
+    def noted(number):
+        on_disk.add(os.fstat(number).st_ino)
+        sync(number)
+
+    def named(unfinished, name):
+        item = Path(name).with_suffix("")
+        paths = [*item.rglob("*"), item, item.parents[1], item.parents[2]]
+        lacking.append([path for path in paths if path.stat().st_ino not in on_disk])
+        replace(unfinished, name)
+
+    lacking: list = []
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", named)
+    write_layers(tmp_path, 10, layers_of(0), 0)
+    assert lacking == [[]]
+
+
+def test_a_full_disk_leaves_nothing_that_looks_complete(run):
+    """The limit on a file's size fails in the same calls as a full disk."""
+    write_layers(run, 30, layers_of(0), 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_layers(run, 30, {"big": {"w": jnp.ones((200, 200))}}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == 27
+    assert {path.name for path in place(run, 30).iterdir()} == {"process-0", "process-0.json"}
+    assert newest_good(run, [].append) == 20
+    write_layers(run, 30, layers_of(1), 1)  # there is room again
+    complete(run, 30, 2, facts=None)
+    assert newest_good(run, print) == 30
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    told = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
+    with pytest.raises(jpipe.InputError, match=told):
+        begin(tmp_path / "run", None)
+    with pytest.raises(NotADirectoryError):  # the run is going on by then, and does as with a full disk
+        write_layers(tmp_path / "run", 1, layers_of(0), 0)
+
+
+def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
+    write_layers(run, 30, layers_of(1), 1)
+    begin(run, 20)
+    assert sorted(os.listdir(run / "checkpoints")) == ["00000010", "00000020"]
+    begin(run, 10)
+    assert newest_good(run, print) == 10
+    with pytest.raises(
+        jpipe.InputError, match=r"expected no checkpoint where a run begins, found that of step 10; resume, or choose another run\.dir$"
+    ):
+        begin(run, None)
+    assert steps(run) == [10]
+    (place(run, 10) / "checkpoint.json").unlink()
+    begin(run, None)
+    assert os.listdir(run / "checkpoints") == []
+
+
+def test_an_item_is_written_again_over_what_a_killed_process_left(run):
+    write_item(place(run, 20) / "process-1.orbax-checkpoint-tmp", layers_of(7))
+    write_layers(run, 20, layers_of(5), 1)
+    assert {path.name for path in place(run, 20).iterdir()} == {
+        "process-0",
+        "process-0.json",
+        "process-1",
+        "process-1.json",
+        "metrics.jsonl",
+        "checkpoint.json",
+    }
+    with pytest.raises(Damaged, match=r"process-1\.json: is not what was written"):
+        verify(run, 20)
+
+
+HOUR = 3600
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        ({"keep": 1}, [60]),
+        ({"keep": 3}, [40, 50, 60]),
+        ({"keep": 100}, [10, 20, 30, 40, 50, 60]),
+        ({"keep": 1, "keep_every": 20}, [20, 40, 60]),
+        ({"keep": 2, "keep_every": 7}, [50, 60]),
+        ({"keep": 1, "keep_hours": 2.0}, [10, 30, 50, 60]),
+        ({"keep": 1, "keep_hours": 0.5, "keep_every": 10}, [10, 20, 30, 40, 50, 60]),
+        ({"keep": 1, "keep_hours": 100.0, "keep_every": 30}, [10, 30, 60]),
+    ],
+    ids=str,
+)
+def test_what_is_kept(tmp_path, wanted, kept):
+    for step in range(10, 70, 10):  # one an hour
+        place(tmp_path, step).mkdir(parents=True)
+        complete(tmp_path, step, 0, facts=None)
+        os.utime(place(tmp_path, step) / "checkpoint.json", (0, HOUR * step / 10))
+    for unfinished in (35, 70):
+        place(tmp_path, unfinished).mkdir()
+    (tmp_path / "checkpoints" / "notes").touch()
+    for _ in range(2):  # the second time nothing changes
+        prune(tmp_path, **wanted)
+        assert steps(tmp_path) == kept
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*(f"{step:08d}" for step in kept), "00000070", "notes"}
+
+
+def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
+    shutil.rmtree(place(run, 20) / "process-1")
+    prune(run, keep=1)
+    assert steps(run) == [10, 20]
+
+
+def test_a_kill_while_removing_leaves_what_is_unfinished_not_what_is_damaged(run, monkeypatch):
+    def killed(path):
+        files_of(path)[-1].unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(run, keep=1)
+    assert steps(run) == [20]
+    monkeypatch.undo()
+    prune(run, keep=1)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00000020"]

@@ -1,0 +1,266 @@
+"""What is taken out of a run, `jpipe export` and plain Orbax, and what begins with it, `warm_start`."""
+
+import re
+import runpy
+import shutil
+import types
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from tests.train.conftest import SENTENCE, changed
+from train import cli
+from train.assemble import build
+from train.checkpoint import export, warm_start
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.run import loop
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> types.SimpleNamespace:
+    """A run with two checkpoints, what it came to, and its export; nothing writes to it."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "text.txt").write_bytes(SENTENCE * 100)
+    data = {
+        "run": {"dir": str(folder / "runs" / "gpt")},
+        "data": {"path": str(folder / "text.txt"), "validation_fraction": 0.2},
+        "train": {"steps": STEPS, "batch_size": 4, "eval_every": STEPS, "eval_batches": 2, "trace_batches": 0},
+        "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": 8},
+        "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"every": STEPS // 2},
+    }
+    summary = loop.main(changed(data))
+    file = folder / "gpt.safetensors"
+    export.main(str(summary.folder), str(file), None, print)
+    return types.SimpleNamespace(folder=folder, data=data, run=summary.folder, loss=summary.val_loss_after, file=file)
+
+
+def loaded(home, file, mode="strict", **sections):
+    """What a run would begin with, and what it says."""
+    config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
+    pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
+    said: list[str] = []
+    given = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), said.append)
+    return given, said
+
+
+def newest(run, step) -> dict:
+    """The newest parameters in a checkpoint, by name."""
+    found = {}
+    for layer_id, parts in checkpoint_files.read_layers(run, step).items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parts["params"]["0"]):
+            found["/".join([layer_id, *(key.key for key in path)])] = leaf
+    return found
+
+
+def named(given) -> dict:
+    """What is given, by name."""
+    return {f"{layer_id}/{path}": array for layer_id, arrays in given.items() for path, array in arrays.items()}
+
+
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
+    check_equal(load_file(home.file), newest(home.run, STEPS))
+    assert {"embed/token/embedding", "block_0/qkv/kernel", "head/logits/kernel"} <= load_file(home.file).keys()
+    earlier = tmp_path / "earlier.safetensors"
+    assert cli.main(["export", str(home.run), "--out", str(earlier), "--step", "20"]) == 0
+    check_equal(load_file(earlier), newest(home.run, 20))
+    assert not np.array_equal(load_file(earlier)["head/logits/kernel"], load_file(home.file)["head/logits/kernel"])
+    told = capsys.readouterr().out
+    assert re.fullmatch(rf"\S+earlier\.safetensors: 17 arrays, {earlier.stat().st_size:,} bytes, step 20 of \S+gpt\n", told)
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
+
+
+def test_a_run_that_begins_with_an_export_knows_what_that_run_knew(home, tmp_path, capsys):
+    run = {"dir": str(tmp_path / "run")}
+    summary = loop.main(changed(home.data, warm_start={"file": str(home.file)}, run=run, train={"steps": 1}, checkpoint={"every": None}))
+    assert summary.val_loss_before == home.loss
+    assert "warm start: 3 of 3 layers from" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
+    run = {"dir": str(shutil.copytree(home.run, tmp_path / "run"))}
+    loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
+    told = capsys.readouterr().out
+    assert "resumes at step 40" in told
+    assert "warm_start is left aside: it is for a run that begins" in told
+
+
+def test_a_runs_folder_gives_what_its_export_gives(home):
+    given, told = loaded(home, home.run)
+    check_equal(named(given), load_file(home.file))
+    assert told == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
+
+
+def test_partial_takes_what_fits_and_says_what_does_not(home):
+    given, told = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
+    expected = load_file(home.file)
+    del expected["embed/position/embedding"]
+    check_equal(named(given), expected)
+    assert told == [
+        f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is float32[8, 8] there, "
+        "float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is not there)"
+    ]
+    _, (many,) = loaded(home, home.file, "partial", model={"depth": 7})
+    assert many.endswith(" and 3 more")
+
+
+def test_partial_converts_and_strict_does_not(home, tmp_path):
+    file = tmp_path / "half.safetensors"
+    halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(home.file).items()}
+    save_file(halves, file)
+    given, _ = loaded(home, file, "partial")
+    check_equal(given["head"], {name.removeprefix("head/"): a.astype(np.float32) for name, a in halves.items() if name.startswith("head/")})
+    with pytest.raises(InputError, match=r"expected 'embed/position/embedding' as in the model, float32\[8, 8\], found bfloat16"):
+        loaded(home, file)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"model": {"width": 4}},
+            r"expected 'embed/\S+' as in the model, float32\[8, 4\], found float32\[8, 8\]; is it of another model\?",
+        ),
+        ({"model": {"depth": 2}}, r"expected 'block_1/\S+' as in the model, float32\[8\], found no such name"),
+        (
+            {"mode": "partial", "model": {"width": 4}},
+            r"nothing fits: expected 'embed/\S+' as in the model, float32\[8, 4\], found .*\[8, 8\]",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_its_first_difference(sections, message, home):
+    for file in (home.file, home.run):
+        with pytest.raises(InputError, match=rf"warm_start\.file: '{file}'.*: {message}"):
+            loaded(home, file, **sections)
+
+
+def test_what_the_model_has_not_is_refused_but_layer_state(home, tmp_path):
+    arrays = load_file(home.file)
+    save_file(arrays | {"head state/mean": np.zeros(3)}, tmp_path / "state.safetensors")
+    loaded(home, tmp_path / "state.safetensors")
+    save_file(arrays | {"tail/bias": np.zeros(3)}, tmp_path / "more.safetensors")
+    with pytest.raises(InputError, match=r"expected only parameters of the model, found 'tail/bias', float64\[3\]"):
+        loaded(home, tmp_path / "more.safetensors")
+    save_file({f"other {name}": array for name, array in arrays.items()}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"expected names and shapes as in the model \('embed/\S+', …\), found 'other .*', …; rename them"):
+        loaded(home, tmp_path / "other.safetensors", "partial")
+
+
+def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
+    agreed = []
+    monkeypatch.setattr(Together, "agree", lambda self, facts: agreed.append(facts()))
+    arrays = load_file(home.file)
+    save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "more.safetensors")
+    for file in (home.file, home.file, tmp_path / "more.safetensors"):
+        loaded(home, file)
+    first, again, other = (facts["warm_start.file"] for facts in agreed)
+    assert first == again != other
+
+
+def test_files_that_are_none_are_refused(home, tmp_path):
+    cut, text, empty = (tmp_path / f"{name}.safetensors" for name in ("cut", "text", "empty"))
+    cut.write_bytes(home.file.read_bytes()[:-1])
+    text.write_text("no weights in here, only words")
+    save_file({}, empty)
+    with pytest.raises(InputError, match=r"warm_start\.file: cannot find 'x+': File name too long; choose another"):
+        loaded(home, "x" * 300)
+    for file in (cut, text, tmp_path / "missing.safetensors"):
+        with pytest.raises(
+            InputError, match=r"warm_start\.file: '.*': expected a safetensors file or the folder of a run, found: .+; give"
+        ):
+            loaded(home, file)
+    with pytest.raises(InputError, match=r"found no such name"):
+        loaded(home, empty)
+    with pytest.raises(
+        InputError, match=r"warm_start\.file: expected checkpoints in '.*', found none; give the folder of a run that wrote"
+    ):
+        loaded(home, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "new.safetensors"], r"export: expected checkpoints in 'none/checkpoints', but there is no folder 'none'"),
+        (["{text}", "--out", "new.safetensors"], r"export: cannot read '{text}': Not a directory; give the folder of a run"),
+        (["{run}", "--out", "new.bin"], r"--out: expected a name that ends in \.safetensors, found 'new\.bin'"),
+        (["{run}", "--out", "{file}"], r"--out: '{file}' is there already; choose another name, or remove it first"),
+        (
+            ["{run}", "--out", "no/new.safetensors"],
+            r"--out: there is no folder for 'no/new\.safetensors'; make it first, or choose another",
+        ),
+        (["{run}", "--out", "new.safetensors", "--step", "30"], r"--step: expected one of 20, 40, the checkpoints in '{run}', found 30"),
+        (["{run}", "--out", "x" * 300 + ".safetensors"], r"--out: cannot write 'x+\.safetensors': File name too long; choose another file"),
+    ],
+)
+def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_path, monkeypatch, capsys):
+    names = {"run": home.run, "file": home.file, "text": home.folder / "text.txt", "none": tmp_path / "none"}
+    words = [word.format(**names) for word in words]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", *([str(names["none"])] if words[0] == "--out" else []), *words]) == 2
+    expected = message.format(**names)
+    assert re.fullmatch(rf"jpipe: {expected}.*\n", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_path, capsys):
+    run = shutil.copytree(home.run, tmp_path / "run")
+    damaged = max((run / "checkpoints" / "00000040").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    out = tmp_path / "out.safetensors"
+    assert cli.main(["export", str(run), "--out", str(out), "--step", "40"]) == 2
+    assert damaged.name in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.main(["export", str(run), "--out", str(out)]) == 0
+    assert damaged.name in capsys.readouterr().out
+    check_equal(load_file(out), newest(run, 20))
+
+
+def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_left():
+    w, mean = np.ones(2), np.zeros(3)
+    layers = {
+        "norm.0": {"params": {"0": {"a/b": w}, "1": {"a/b": 2 * w}}, "optimizer": {"mu": {"a/b": w}}, "state": {"mean": mean}},
+        "norm.0 replica 1": {"state": {"mean": mean + 1}},
+        "act": {},
+        "one": {"params": {"0": {"array": w}}},
+    }
+    check_equal(export.by_name(layers), {"norm.0/a/b": w, "norm.0 state/mean": mean, "one/array": w})
+    with pytest.raises(InputError, match="two arrays of the checkpoint would both be 'norm state/mean'"):
+        export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
+
+
+def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
+    shuffled = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}})
+    export.main(str(home.run), str(tmp_path / "a.safetensors"), None, print)
+    check_equal(load_file(tmp_path / "a.safetensors"), {"a/w": np.arange(6.0).reshape(2, 3), "a/n": np.array(3, np.float32)})
+
+
+def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monkeypatch):
+    """As it stands there, in a folder in which that run is."""
+    section = PAGE.read_text().split("\n## Without jpipe\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert not re.search(r"\b(jpipe|train)\b", code)
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    monkeypatch.chdir(home.folder)
+    params = runpy.run_path(str(script))["params"]
+    found = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
+    check_equal(found, newest(home.run, STEPS))

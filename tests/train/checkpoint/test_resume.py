@@ -1,0 +1,425 @@
+"""Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
+
+import fcntl
+import json
+import os
+import stat
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from tests.train.run.test_loop import changed, rows_of
+from train.checkpoint import checkpoints
+from train.checkpoint.resume import Facts, Resumed
+from train.checkpoint.run_folder import RunFolder, write_atomically
+from train.config.config import Config
+from train.launch.launch import JOB
+from train.launch.numeric_settings import numeric_settings
+from train.launch.together import Together
+from train.report.metrics_log import RunStopped
+from train.run import loop
+from train.run.starting import check_shared
+
+
+class Killed(Exception):
+    """What stands for a kill: the run ends between two steps."""
+
+
+def stop_before(monkeypatch, step):
+    """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
+    real = checkpoints.Checkpoints.arm
+
+    def arm(self, at):
+        if at == step:
+            self.finish()
+            raise Killed
+        real(self, at)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+
+
+def run_in_two(config, monkeypatch, step, **later):
+    """Stop before a step, and go on."""
+    with monkeypatch.context() as patched:
+        stop_before(patched, step)
+        with pytest.raises(Killed):
+            loop.main(changed(config))
+    return loop.main(changed(config, **later))
+
+
+def weights_of(folder: Path):
+    """The last checkpoint."""
+    return checkpoint_files.read_layers(folder, checkpoint_files.steps(folder)[-1])
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """It takes longer than the run."""
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
+
+
+@pytest.fixture
+def saved(tiny):
+    """A config that writes checkpoints."""
+    return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 2}}
+
+
+def check_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"schedule": "gpipe", "num_stages": 2}, marks=pytest.mark.slow),
+        {"schedule": "pipedream_2bw", "num_stages": 2},
+        pytest.param({"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1}, marks=pytest.mark.slow),
+        {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1]},
+    ],
+    ids=lambda plan: plan["schedule"],
+)
+def test_a_run_that_was_stopped_is_the_run_that_went_on(plan, saved, tmp_path, monkeypatch):
+    config = saved | {"plan": plan, "model": saved["model"] | {"dropout": 0.3}, "eval": {"metrics": {"accuracy": "accuracy"}}}
+    config["plan"].setdefault("microbatches", 2)
+    whole = loop.main(changed(config, run={"dir": str(tmp_path / "whole")}))
+    parts = run_in_two(config, monkeypatch, 6)
+    assert rows_of(parts.folder) == rows_of(whole.folder)
+    assert (parts.val_loss_before, parts.val_loss_after) == (whole.val_loss_before, whole.val_loss_after)
+    check_equal(weights_of(parts.folder), weights_of(whole.folder))
+    assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
+
+
+def test_another_plan_goes_on_with_the_same_weights(saved, monkeypatch, capsys):
+    summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
+    assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
+    assert "resumes at step 4, with other values for plan, train.steps" in capsys.readouterr().out
+
+
+def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        stop_before(patched, 6)
+        with pytest.raises(Killed):
+            loop.main(changed(saved))
+    folder = Path(saved["run"]["dir"])
+    assert checkpoint_files.steps(folder) == [2, 4]
+    damaged = max((folder / "checkpoints" / "00000004").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    summary = loop.main(changed(saved))
+    told = " ".join(capsys.readouterr().out.split())
+    assert damaged.name in told
+    assert "resumes at step 2" in told
+    assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
+
+
+def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
+    with pytest.raises(InputError, match="--resume must: expected checkpoints in"):
+        loop.main(changed(saved), resume="must")
+    with pytest.raises(InputError, match=r"--resume must: expected a run\.dir"):
+        loop.main(changed(saved, run={"dir": None}), resume="must")
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    with pytest.raises(InputError, match="found another run in"):
+        loop.main(changed(saved), resume="never")
+    before = rows_of(folder)
+    assert loop.main(changed(saved, train={"steps": 2})).val_loss_after is None
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert rows_of(folder) == before
+    assert loop.main(changed(saved, train={"steps": 3}), resume="must").steps == 3
+    (folder / "checkpoints" / "00000003" / "checkpoint.json").write_text("{}")
+    (folder / "checkpoints" / "00000002" / "checkpoint.json").write_text("{}")
+    with pytest.raises(InputError, match="none of the checkpoints in"):
+        loop.main(changed(saved))
+
+
+def files_of(folder):
+    """All files but the pictures of the run, and the lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
+
+
+@pytest.mark.slow
+def test_another_model_is_refused_by_its_first_difference(saved):
+    folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
+    newest = folder / "checkpoints" / "00000004"
+    (newest / "checkpoint.json").write_text("damaged")
+    before = files_of(folder)
+    with pytest.raises(InputError, match=r"layer 'embed', parameters: expected .* as in the model, float32\[.*\], found float32\[.*\]"):
+        loop.main(changed(saved, model={"depth": 2, "width": 16}))
+    with pytest.raises(InputError, match="the checkpoint of step 2 lacks layer 'block_2'"):
+        loop.main(changed(saved, model={"depth": 3}))
+    with pytest.raises(InputError, match="the model lacks layer 'block_1' of the checkpoint of step 2"):
+        loop.main(changed(saved, model={"depth": 1}))
+    assert files_of(folder) == before  # nothing was lost by that
+
+
+def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
+    loop.main(changed(saved, train={"steps": 2}))
+    with pytest.raises(InputError, match=r"layer 'embed', optimizer state: .*; is it of another optimizer\? .*resume.optimizer: reset\)"):
+        loop.main(changed(saved, optimizer={"name": "sgd"}))
+    assert loop.main(changed(saved, optimizer={"name": "sgd"}, resume={"optimizer": "reset"})).steps == 7
+
+
+@pytest.mark.parametrize("policy", ["stop", "train"])
+def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatch, capsys):
+    real = checkpoint_files.write_layers
+
+    def write(folder, step, layers, process):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return real(folder, step, layers, process)
+
+    monkeypatch.setattr(checkpoint_files, "write_layers", write)
+    config = changed(saved, checkpoint={"on_full_disk": policy})
+    if policy == "stop":
+        with pytest.raises(RunStopped, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
+            loop.main(config)
+    else:
+        folder = loop.main(config).folder
+        assert "the run goes on, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
+        assert checkpoint_files.steps(folder) == [2, 6, 7]
+
+
+class AlmostFull:
+    """A file that has room for some bytes more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, content):
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        count = self.file.write(content[: self.room])
+        self.room -= count
+        return count
+
+    def close(self):
+        self.file.close()
+
+
+def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, capsys):
+    """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
+    log = RunFolder.log
+
+    def fuller(self, *rows):
+        if rows and rows[0]["step"] == 3:
+            self._metrics = AlmostFull(self._metrics, 20)
+        if rows and rows[0]["step"] == 6:
+            self._metrics.room = 10**6
+        log(self, *rows)
+
+    def fills(self, rows):
+        go_on(self, rows)
+        self._metrics = AlmostFull(self._metrics, 0)
+
+    go_on = RunFolder.go_on
+    monkeypatch.setattr(RunFolder, "log", fuller)
+    folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
+    assert [row["step"] for row in rows_of(folder)] == list(range(7))
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
+    assert told.count("has all rows again") == 1
+    assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
+    monkeypatch.setattr(RunFolder, "log", log)
+    monkeypatch.setattr(RunFolder, "go_on", fills)
+    loop.main(changed(saved, train={"steps": 9}, checkpoint={"on_full_disk": "train"}))
+    assert "lacks its last rows" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(RunFolder, "log", fuller)
+    with pytest.raises(RunStopped, match="the run folder cannot be written: No space left on device"):
+        loop.main(changed(saved, run={"dir": str(folder.with_name("another"))}))
+
+
+@pytest.mark.slow
+def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypatch):
+    """It has trained in the folder after this one has looked for the checkpoint, and has left by now."""
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+
+    def another_trains(*arguments):
+        monkeypatch.undo()
+        loop.main(changed(saved, train={"steps": 6}))
+        before.append(files_of(folder))
+        return tell_resumed(*arguments)
+
+    before: list = []
+    tell_resumed = loop.tell_resumed
+    monkeypatch.setattr(loop, "tell_resumed", another_trains)
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 6 now"):
+        loop.main(changed(saved))
+    assert files_of(folder) == before[0]
+    assert loop.main(changed(saved)).steps == 7
+
+
+def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    marker = folder / "checkpoints" / "00000004" / "checkpoint.json"
+    content = marker.read_bytes()
+    marker.unlink()
+    newest_good = checkpoint_files.newest_good
+
+    def slowly(*arguments):
+        found = newest_good(*arguments)
+        marker.write_bytes(content)
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "newest_good", slowly)
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
+        loop.main(changed(saved))
+    assert checkpoint_files.steps(folder) == [2, 4]
+
+
+def test_what_is_unfinished_makes_room_before_anything_is_written(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 4})).folder
+    unfinished = folder / "checkpoints" / "00000006"
+    unfinished.mkdir()
+    go_on, there = RunFolder.go_on, []
+    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: there.append(unfinished.exists()) or go_on(self, rows))
+    loop.main(changed(saved))
+    assert there == [False]
+
+
+def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", forbidden)
+    with pytest.raises(InputError, match=rf"run\.dir: cannot read '{folder}/checkpoints': Permission denied; make it readable"):
+        loop.main(changed(saved))
+
+
+def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    config = Config.model_validate(saved)
+    check_shared(config, tmp_path, Together(None), limit=0.0)
+    with pytest.raises(InputError, match=rf"process 0 finds no '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
+        check_shared(config, tmp_path / "none", Together(None), limit=0.0)
+    check_shared(changed(saved, checkpoint={"every": None}), tmp_path / "none", Together(None), limit=0.0)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])
+def test_rows_are_those_of_the_checkpoint_whatever_became_of_them(damage, saved, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_before(patched, 5)
+        with pytest.raises(Killed):
+            loop.main(changed(saved))
+    metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
+    before = rows_of(metrics.parent)[:4]
+    match damage:
+        case "cut off":
+            metrics.write_text(metrics.read_text() + '{"step": 4, "lo')
+        case "not text":
+            metrics.write_bytes(metrics.read_bytes().replace(b"step", b"st\xffp", 1))
+        case "gone":
+            metrics.unlink()
+    rows = rows_of(loop.main(changed(saved, train={"steps": 5})).folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert rows[:4] == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeypatch, capsys):
+    config = saved | {"checkpoint": {"every": 4}, "train": saved["train"] | {"steps": 4}}
+    with monkeypatch.context() as patched:
+        stop_before(patched, 2)
+        with pytest.raises(Killed):
+            loop.main(changed(config))
+    folder = Path(config["run"]["dir"])
+    before = files_of(folder)
+    for other, resume in (
+        (changed(config, train={"log_every": 2}), "auto"),
+        (changed(config), "never"),
+        (changed(config, checkpoint={"every": None}), "auto"),
+    ):
+        with pytest.raises(InputError, match=r"run\.dir: expected a new or empty folder, found another run"):
+            loop.main(other, resume=resume)
+    with pytest.raises(InputError, match="--resume must"):
+        loop.main(changed(config), resume="must")
+    assert files_of(folder) == before
+    assert [row["step"] for row in rows_of(loop.main(changed(config)).folder)] == list(range(4))
+    assert "ended before its first checkpoint; it begins anew" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_there_are_no_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatch):
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
+
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == ".lock" or path.is_dir())  # as the other one looked a moment ago
+    with RunFolder(changed(saved), plan), pytest.raises(InputError, match="found another run in"):
+        RunFolder(changed(saved), plan)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved):
+    folder = Path(saved["run"]["dir"])
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()
+    with pytest.raises(InputError, match="checkpoints: checkpoints cannot be written there"):
+        loop.main(changed(saved))
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+
+
+def test_what_other_versions_wrote_is_told(tmp_path):
+    versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
+    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=versions)
+    assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
+
+
+def test_settings_that_change_numbers_and_were_other_ones_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=numeric_settings())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with jax.default_prng_impl("rbg"):
+        told = Resumed(tmp_path, 3, facts, (3,)).other_versions()
+    assert told == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+
+    def noted(number):
+        done.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("name") or replace(*paths))
+    write_atomically(tmp_path / "text", "words")
+    assert done == ["file", "name", "folder"]
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_two_at_once_do_not_train_in_one_folder(saved):
+    folder = loop.main(changed(saved, train={"steps": 2})).folder
+    before = files_of(folder)
+    with (folder / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=rf"run\.dir: another process is training in '{folder}'; wait for it"):
+            loop.main(changed(saved))
+    assert files_of(folder) == before
+
+
+def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(saved, monkeypatch, capsys):
+    monkeypatch.setenv(JOB, "this one")
+    with monkeypatch.context() as patched:
+        stop_before(patched, 5)
+        with pytest.raises(Killed):
+            loop.main(changed(saved), resume="never")
+    assert loop.main(changed(saved), resume="never").steps == 7
+    assert "resumes at step 4" in capsys.readouterr().out
+    monkeypatch.setenv(JOB, "another")
+    with pytest.raises(InputError, match="found another run in"):
+        loop.main(changed(saved), resume="never")
+
+
+def test_a_plan_found_once_is_kept(saved, monkeypatch):
+    found = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
+    calls = []
+    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or found)
+    summary = run_in_two(saved | {"plan": {"file": "auto"}}, monkeypatch, 5)
+    assert calls == [1]
+    assert json.loads((summary.folder / "plan.json").read_text())["schedule"] == "pipedream"

@@ -1,0 +1,403 @@
+"""Configs, plans and command lines spoiled at random: each is refused in words, or means what an independent reading says it does."""
+
+import copy
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from hypothesis import HealthCheck, settings
+from hypothesis import given as examples
+from hypothesis import strategies as st
+
+import jpipe
+import train.plan.simulate
+from train import cli
+from train.config import config_file, optax_names
+from train.config.arguments import parameters_of
+from train.config.config import Config
+from train.run import loop
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = [path.read_text() for path in (ROOT / "configs" / "gpt-bytes.yaml", *sorted((ROOT / "examples").glob("*.yaml")))]
+CONFIGS.append("""
+model: {target: "own:model", arguments: {rate: 1e-3, names: [a, b], sizes: {1: 2, 2: -.5}, say: "010"}}
+optimizer: {name: own:rule, lr_schedule: cosine, arguments: {b: 0.5, flag: true, nothing: null}}
+plan: {recompute: [none, full], num_stages: 2}
+""")
+PLANS = [
+    jpipe.Plan.even("abcdef", 3, "pipedream_2bw", 4, recompute=["none", "full", "dots_saveable"]),
+    jpipe.Plan.even("abc", 3, "pipedream", 2, vertical_sync=True, extra_in_flight=1),
+    jpipe.Plan.even("ab", 2, "gpipe", 2, placement=[[0], [3]]),
+    jpipe.Plan.even("abcd", 1, "naive", 1),
+]
+KEYS = [f"{section}.{key}" for section, keys in Config().model_dump().items() if section != "seed" for key in keys]
+PATHS = ["seed", *KEYS, "model.arguments.rate", "optimizer.arguments.b"]
+
+
+def some(number: int) -> settings:
+    """So many examples, the same ones in every run."""
+    ours = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
+    return settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=ours)
+
+
+# What a file may hold -----------------------------------------------------------------------------------------------------
+
+NUMBERS = [0, 1, -1, 2, 3, 3.0, 0.5, 64, 1024, 2**31, 2**32, 2**63, 2**64, -(10**30), 10**400, 5e-324, 1e300, float("nan"), float("inf")]
+TEXTS = [
+    "",
+    " ",
+    "3",
+    "1e-3",
+    "true",
+    "null",
+    "gpipe",
+    "full",
+    'it\'s "so"',
+    "a\nb",
+    "\x1b[31m",
+    "é → \u202e",
+    "~nobody/x",
+    "~\ud800",
+    "\0",
+]
+SPELLINGS = """
+    ~ null true True FALSE yes No off 0 -0 +1 3. .5 -.5 1e3 1E+3 1e-3 1_000 1_0e-2 0x10 0b11 0o17 010 08 1:30 1:30.5 2001-01-01 2001-99-99
+    .nan .inf -.Inf 1e400 1e-400 18446744073709551616 << = & *x &x !!int ! | > ? - : , { [ ] } {} [] [none] # % @ ` ' " '' 'a "a --- ... \\
+    none full gpipe adam sgd a:b cosine 1 2 4 8 0.1
+"""
+WORDS = [*SPELLINGS.split(), "{a: }", "[none, full]"]
+VALUES = st.recursive(
+    st.sampled_from([None, True, False, *NUMBERS, *TEXTS]) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "layers", "", 1, True, None]), inner, max_size=2),
+    max_leaves=4,
+)
+SNIPPETS = st.sampled_from(
+    [*WORDS, "\t", "\n", "  ", "\r\n", "\x00", "\ufeff", "\u00a0", "\u2028", "\x85", "ѕ", "\n---\n", "\n...\n", '"', ","]
+) | st.text(max_size=3)
+
+
+def places(data: Any, above: tuple = ()) -> list[tuple]:
+    """The paths of everything inside."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [place for key, value in items for place in ((*above, key), *places(value, (*above, key)))]
+
+
+@st.composite
+def respelled(draw, key: Any) -> Any:
+    """A key that is nearly this one."""
+    text, at = str(key), draw(st.integers(0, len(str(key))))
+    ways = [
+        text[:at] + text[at + 1 :],
+        text[:at] + "x" + text[at:],
+        text.upper(),
+        f"{text} ",
+        f" {text}",
+        text.replace("e", "е"),
+        f"x.{text}",
+    ]
+    return draw(st.sampled_from([*ways, 1, None, True, "", "stages", "plan", "train", "steps", "format", "self"]))
+
+
+@st.composite
+def spoiled_data(draw, data: Any) -> Any:
+    """Plain data with a value or a key dropped, renamed, replaced, of another type, swapped or doubled in up to three places."""
+    data = copy.deepcopy(data)
+    for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+        if not (inside := places(data)):
+            return data
+        *above, last = draw(st.sampled_from(inside))
+        holder = data
+        for key in above:
+            holder = holder[key]
+        value = holder[last]
+        match draw(st.sampled_from(["drop", "rename", "replace", "replace", "replace", "retype", "retype", "swap", "double"])):
+            case "drop":
+                del holder[last]
+            case "rename" if isinstance(holder, dict):
+                holder[draw(respelled(last))] = holder.pop(last)
+            case "replace":
+                holder[last] = draw(VALUES)
+            case "retype":
+                holder[last] = draw(
+                    st.sampled_from([[value], {last: value}, str(value), bool(value), 1.0 * value if type(value) is int else None])
+                )
+            case "swap":
+                other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+                holder[last], holder[other] = holder[other], holder[last]
+            case _:
+                if isinstance(value, list):
+                    holder[last] = value + value
+                elif isinstance(holder, dict):
+                    holder[draw(respelled(last))] = value
+    return data
+
+
+@st.composite
+def spoiled_text(draw, text: str) -> str:
+    """Text cut off, or with characters, lines, values, tabs or marks put in or taken out in up to three places."""
+    for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+        a, b = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        b = min(b, a + 20)
+        lines = text.split("\n")
+        i, j = draw(st.tuples(*[st.integers(0, len(lines) - 1)] * 2))
+        match draw(
+            st.sampled_from(["cut", "delete", "insert", "value", "value", "value", "repeat", "repeat", "move", "indent", "mark", "crlf"])
+        ):
+            case "cut":
+                text = text[:a]
+            case "delete":
+                text = text[:a] + text[b:]
+            case "insert":
+                text = text[:a] + draw(SNIPPETS) + text[a:]
+            case "value":
+                lines[i] = re.sub(r"(: *)[^,}#]*", lambda found: found[1] + draw(SNIPPETS), lines[i], count=1)
+                text = "\n".join(lines)
+            case "repeat":
+                at = draw(st.sampled_from([i, j, j]))
+                text = "\n".join([*lines[:at], lines[j], *lines[at:]])
+            case "move":
+                lines[i], lines[j] = lines[j], lines[i]
+                text = "\n".join(lines)
+            case "indent":
+                lines[i] = draw(st.sampled_from([" ", "  ", "\t", "      "])) + lines[i].lstrip(draw(st.sampled_from(["", " "])))
+                text = "\n".join(lines)
+            case "mark":
+                text = "\ufeff" + text
+            case _:
+                text = text.replace("\n", draw(st.sampled_from(["\r\n", "\r", "\n\n"])))
+    return text
+
+
+def encoded(text: str, encoding: str) -> bytes:
+    return text.encode(encoding, errors="replace" if encoding == "latin-1" else "surrogatepass")
+
+
+WAYS = st.sampled_from([("data",), ("text",), ("data", "text")])
+ENCODINGS = st.sampled_from(["utf-8"] * 30 + ["latin-1", "utf-16", "utf-8-sig"])
+
+
+@st.composite
+def config_files(draw) -> bytes:
+    text, ways = draw(st.sampled_from(CONFIGS)), draw(WAYS)
+    if "data" in ways:
+        text = yaml.safe_dump(draw(spoiled_data(yaml.safe_load(text))), allow_unicode=draw(st.booleans()), sort_keys=False)
+    if "text" in ways:
+        text = draw(spoiled_text(text))
+    return encoded(text, draw(ENCODINGS))
+
+
+@st.composite
+def plan_files(draw) -> bytes:
+    text, ways = draw(st.sampled_from(PLANS)).to_json(), draw(WAYS)
+    if "data" in ways:
+        text = json.dumps(draw(spoiled_data(json.loads(text))), indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans()))
+    if "text" in ways:
+        text = draw(spoiled_text(text))
+    return encoded(text, draw(ENCODINGS))
+
+
+@st.composite
+def override_words(draw) -> str:
+    path = draw(st.sampled_from(PATHS))
+    if draw(st.integers(0, 3)) == 0:
+        path = ".".join(str(part) for part in draw(st.permutations([*path.split("."), draw(respelled(path))]))[: draw(st.integers(1, 3))])
+    value = draw(st.sampled_from(WORDS) | SNIPPETS | VALUES.map(json.dumps))
+    return draw(st.sampled_from([f"{path}={value}"] * 9 + [f"{path}{value}"]))
+
+
+@st.composite
+def command_lines(draw) -> list[str]:
+    """None, one or two overrides; two may be of the same key."""
+    words = draw(st.lists(override_words(), max_size=2))
+    return words if len(words) < 2 or draw(st.booleans()) else [words[0], words[0]]
+
+
+# What it means ------------------------------------------------------------------------------------------------------------
+
+
+class Unclear(Exception):
+    """Not everybody reads this in the same way."""
+
+
+def plain(node: yaml.Node | None) -> Any:
+    """A YAML node as data, by rules of this file's own: a key is there once, a word is what it looks like."""
+    match node:
+        case None:
+            return None
+        case yaml.MappingNode():
+            return unique([(plain(key), plain(value)) for key, value in node.value])
+        case yaml.SequenceNode():
+            return [plain(item) for item in node.value]
+    word = node.value
+    if node.style is not None:
+        return word
+    if word in ("", "~", "null", "Null", "NULL"):
+        return None
+    if word.lower() in ("true", "false") and word in (word.lower(), word.upper(), word.title()):
+        return word.lower() == "true"
+    number = word.replace("_", "")
+    if re.fullmatch(r"[-+]?(0|[1-9]\d*|0x[\da-fA-F]+|0b[01]+)", number):
+        return int(number, 0)
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", number) and not re.fullmatch(r"[-+]?\d+", number):
+        if math.isinf(float(number)):
+            raise Unclear(word)
+        return float(number)
+    if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", word):
+        return float(word.replace(".", ""))
+    if node.tag != "tag:yaml.org,2002:str" or re.fullmatch(r"[-+]?(0[xbo])?\d+", number):
+        raise Unclear(word)
+    return word
+
+
+def unique(pairs: list[tuple]) -> dict:
+    """A dict of these, no key of which is there twice."""
+    if any(key == other for i, (key, _) in enumerate(pairs) for other, _ in pairs[:i]):
+        raise Unclear("a key is there twice")
+    return dict(pairs)
+
+
+def refuse(constant: str) -> Any:
+    raise Unclear(constant)
+
+
+def same(found: Any, meant: Any) -> bool:
+    """Equal, and of the same type; only a whole number may stand for a float."""
+    match found, meant:
+        case (dict(), dict()):
+            return found.keys() == meant.keys() and all(same(found[key], meant[key]) for key in found)
+        case (list(), list()):
+            return len(found) == len(meant) and all(map(same, found, meant))
+        case (float(), int() | float()) if not isinstance(meant, bool):
+            return found == meant or found != found != meant != meant
+    return type(found) is type(meant) and found == meant
+
+
+def filled(given: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
+    """What was given, and the default of everything else; nothing in it that has no field. Null may stand for {} in `empty`."""
+    assert given.keys() <= fields.keys()
+    return {key: {} if key in empty and given.get(key, 0) is None else given.get(key, field.default) for key, field in fields.items()}
+
+
+def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
+    """The config holds what this text says, and nothing else but defaults."""
+    data = plain(yaml.compose(content.decode("utf-8").removeprefix("\ufeff"), yaml.SafeLoader)) or {}
+    for i, override in enumerate(overrides):
+        path, _, value = override.partition("=")
+        assert not any(other.startswith((f"{path}=", f"{path}.")) for other in overrides[:i])
+        *sections, last = path.split(".")
+        holder = data
+        for section in sections:
+            holder[section] = holder.get(section) or {}
+            holder = holder[section]
+        holder[last] = plain(yaml.compose(value, yaml.SafeLoader))
+    scalars = ("seed", "compile_cache")
+    sections = filled(data, Config.model_fields, empty=tuple(Config.model_fields.keys() - set(scalars)))
+    for scalar in scalars:
+        assert same(getattr(config, scalar), sections.pop(scalar))
+    for name, section in sections.items():
+        held = getattr(config, name)
+        meant = filled(section, type(held).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)
+        assert same(dict(held), meant)
+
+
+@pytest.fixture
+def answered(capsys, monkeypatch, tmp_path):
+    """Run `jpipe`; it must end with 0 in silence, or with 2 and one message in printable lines. Gives whether it was 0."""
+    monkeypatch.chdir(tmp_path)
+    jax.devices()  # as many as the tests have, before a command asks for more
+
+    def answered(*arguments: str) -> bool:
+        capsys.readouterr()
+        try:
+            code = cli.main(arguments)
+        except SystemExit as stopped:  # of the option parser
+            code = stopped.code
+            capsys.readouterr()
+            print("jpipe: it told", file=sys.stderr)
+        printed = capsys.readouterr()
+        if code == 0:
+            assert printed.err == ""
+            return True
+        assert code == 2
+        assert printed.out == ""
+        assert printed.err.startswith("jpipe: ")
+        lines = printed.err.removesuffix("\n").split("\n")
+        assert [line.startswith("jpipe: ") for line in lines] == [True] + [False] * (len(lines) - 1)
+        assert all(line and line.isprintable() for line in lines)
+        return False
+
+    return answered
+
+
+@pytest.fixture
+def accepted(monkeypatch) -> list[Config]:
+    """The configs that got as far as a model; none is built."""
+    configs = []
+    monkeypatch.setattr(loop, "main", lambda config, *_: configs.append(config))
+    monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
+    return configs
+
+
+@pytest.mark.slow
+@some(700)
+@examples(
+    content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
+    overrides=command_lines(),
+    command=st.sampled_from(["train", "simulate"]),
+)
+def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, tmp_path, content, overrides, command):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    accepted.clear()
+    flags = [word for override in overrides for word in ("--set", override)]
+    taken = answered(command, str(file), "--allow-code", *flags)
+    assert len(accepted) == taken
+    for config in accepted:
+        assert_means(config, content, overrides)
+        file.write_text(config_file.to_yaml(config), encoding="utf-8")
+        plan = config.plan if config.plan.file is None else type(config.plan)(file=config.plan.file)  # it replaces the other keys
+        assert same(config_file.load(file, allow_code=True).model_dump(), config.model_copy(update={"plan": plan}).model_dump())
+
+
+@pytest.mark.slow
+@some(700)
+@examples(content=plan_files())
+def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
+    plans, real = [], jpipe.lower
+    with monkeypatch.context() as patch:
+        patch.setattr(train.plan.simulate, "MOST_FORWARDS", 200)
+        patch.setattr(jpipe, "lower", lambda plan, batches: (plans.append(plan), real(plan, batches))[1])
+        (tmp_path / "plan.json").write_bytes(content)
+        taken = answered("simulate", "plan.json")
+    assert bool(plans) == taken
+    for plan in plans:
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        stages = [filled(stage, jpipe.Stage.model_fields) for stage in data["stages"]]
+        assert same(plan.model_dump(mode="json"), filled(data | {"stages": stages}, jpipe.Plan.model_fields))
+
+
+def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str]]:
+    """Overrides that name one of these functions and give a value to one of its arguments."""
+    words = [(function, parameter) for function, value in functions.items() for parameter in parameters_of(value)]
+    value = VALUES.map(json.dumps) | st.sampled_from(WORDS)
+    return st.builds(
+        lambda pair, value: [f"optimizer.{name}={pair[0]}", f"optimizer.{key}.{pair[1]}={value}"], st.sampled_from(words), value
+    )
+
+
+@pytest.mark.slow
+@some(60)
+@examples(
+    overrides=argument("name", "arguments", optax_names.optimizers())
+    | argument("lr_schedule", "lr_arguments", optax_names.schedules())
+    | override_words().map(lambda word: [word])
+)
+def test_a_spoiled_value_is_refused_where_the_run_is_built_if_not_before(answered, tmp_path, tiny, overrides):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    answered("simulate", "tiny.yaml", *(word for override in overrides for word in ("--set", override)))

@@ -1,0 +1,249 @@
+"""SIGTERM: a run saves at one step in all its processes and ends well; what goes on is the run that was not stopped."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from tests.train.conftest import changed
+from tests.train.launch.test_launch import launched, pids, wait_until_gone
+from tests.train.launch.test_together import by_hand
+from tests.train.run.test_loop import rows_of
+from train.checkpoint import checkpoints
+from train.console.preemption import Preemption
+from train.report.metrics_log import RunStopped
+from train.run import loop
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 120  # seconds, for what takes ten
+ENDLESS = 10**6  # steps, of a run that a signal ends
+
+
+@pytest.fixture(autouse=True)
+def ends_by_default():
+    """As in a program by itself; and as it was before, afterwards."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def preempt():
+    """What a scheduler does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempt_at(monkeypatch, step):
+    """Let it do so in this step of a run."""
+    real = checkpoints.Checkpoints.arm
+
+    def arm(self, at):
+        if at == step:
+            preempt()
+        real(self, at)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+
+
+class Mailbox(jpipe.processes.Processes):
+    """Processes whose words arrive at once; nobody waits, so asking for what was not told yet is a mistake."""
+
+    def __init__(self, index, everyone):
+        self.index, self._everyone, self._mail = index, everyone, {}
+        everyone.append(self)
+
+    def broadcast(self, name, values):
+        for one in self._everyone:
+            one._mail[name] = tuple(values)
+
+    def receive(self, name, on=None, what=None):
+        return self._mail.pop(name)
+
+    def has_message(self, name):
+        return name in self._mail
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
+    chance = random.Random(seed)
+    everyone, orders, moment = [], ([], [], []), chance.randrange(30)
+    preemptions = [Preemption(Mailbox(index, everyone), saves=True) for index in range(3)]
+    for now in range(1000):
+        # One of them gets the signal, later perhaps another one. Each may be steps ahead of the others, but process 0 one behind at most.
+        for preemption in {moment: [chance.choice(preemptions)], moment + 20: [chance.choice(preemptions)]}.get(now, []):
+            with preemption:
+                preempt()
+        steps = [len(own) for own in orders]
+        able = [k for k in (1, 2) if steps[k] <= steps[0]] + ([0] if steps[0] < min(steps) + 3 else [])
+        if left := [k for k in able if "leave" not in orders[k]]:
+            k = chance.choice(left)
+            orders[k].append(preemptions[k].order(7 + steps[k], lambda: len(orders[0]) > 40))
+    assert orders[0] == orders[1] == orders[2]
+    assert [order for order in orders[0] if order != "go on"] == ["save", "leave"]
+    assert {preemption.cut for preemption in preemptions} == {7 + orders[0].index("save") + 1}
+    assert {preemption.signal for preemption in preemptions} == {signal.SIGTERM}
+
+
+def test_only_what_saves_and_is_not_watched_by_others_watches():
+    with Preemption(None, saves=False) as preemption:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert preemption.order(0, bool) == "go on"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Preemption(None, saves=True) as preemption:
+        preempt()
+        assert preemption.order(0, bool) == "go on"
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is signal.SIG_IGN
+
+
+TWICE = """
+import os, signal
+from train.console.preemption import Preemption
+with Preemption(None, saves=True) as preemption:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(preemption.order(3, bool), preemption.cut, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("lives on")
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    done = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "save 4\n", "")
+
+
+IN_C = """
+import ctypes, itertools, operator, signal
+from train.console.preemption import Preemption
+c = ctypes.CDLL(None)
+with Preemption(None, saves=True):
+    calls = [(c["raise"], signal.SIGTERM), (c["raise"], signal.SIGTERM), (c.sleep, 600)]
+    list(itertools.starmap(operator.call, calls))  # in which no handler of Python's is called
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_busy_outside_of_python():
+    assert subprocess.run([sys.executable, "-c", IN_C], cwd=ROOT, timeout=LIMIT).returncode == 128 + signal.SIGTERM
+
+
+FORKED = """
+import os, signal, time
+from train.console.preemption import Preemption
+reader, writer = os.pipe()
+with Preemption(None, saves=True) as preemption:
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            os.write(writer, b"!")
+            time.sleep(600)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(preemption.order(3, bool), flush=True)
+"""
+
+
+def test_children_of_a_program_are_ended_by_their_own_signal_and_count_for_nothing():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "-15\n-15\nsave\n"), done.stderr
+
+
+def test_who_was_woken_by_signals_before_is_again():
+    with socket.socket() as ours:
+        ours.setblocking(False)
+        before = signal.set_wakeup_fd(ours.fileno())
+        with Preemption(None, saves=True):
+            pass
+        assert signal.set_wakeup_fd(before) == ours.fileno()
+    for thread in threading.enumerate():
+        if thread.name == "signals":
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def saved(tiny, monkeypatch):
+    """A config whose checkpoints are those of SIGTERM and of the end."""
+    monkeypatch.setattr(loop, "write_report", lambda config, pipe, folder, *_: (folder.path / "report.html").touch())  # takes seconds
+    train = tiny["train"] | {"steps": 12, "eval_every": 4, "trace_batches": 0}
+    plan = {"schedule": "pipedream", "num_stages": 2, "microbatches": 1}
+    return tiny | {"checkpoint": {"every": 100}, "train": train, "plan": plan, "model": tiny["model"] | {"dropout": 0.3}}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, monkeypatch, capsys):
+    whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
+    with monkeypatch.context() as patched:
+        preempt_at(patched, 2)
+        first = loop.main(changed(saved, train={"steps": ENDLESS}))  # however long the checkpoint takes
+    assert (first.steps, first.val_loss_after) == (4, None)
+    assert checkpoint_files.steps(first.folder) == [4]
+    assert f"stopped by SIGTERM; the checkpoint of step 4 is written, and the same command with --set run.dir={first.folder}" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert not (first.folder / "report.html").exists(), "there is no time for it"
+    with monkeypatch.context() as patched:
+        preempt_at(patched, 10)  # too late for another checkpoint than that of the end
+        parts = loop.main(changed(saved))
+    assert "resumes at step 4" in capsys.readouterr().out
+    assert rows_of(parts.folder) == rows_of(whole.folder)
+    assert (parts.folder / "report.html").exists(), "the run came to its own end"
+    assert (parts.steps, parts.val_loss_before, parts.val_loss_after) == (12, whole.val_loss_before, whole.val_loss_after)
+    assert checkpoint_files.steps(parts.folder) == [4, 12]
+    found, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
+    def write(folder, step, layers, process):
+        raise OSError(28, "No space left on device")
+
+    preempt_at(monkeypatch, 1)
+    monkeypatch.setattr(checkpoint_files, "write_layers", write)
+    with pytest.raises(RunStopped, match="stopped by SIGTERM; the checkpoint of step 3 could not be written"):
+        loop.main(changed(saved, checkpoint={"on_full_disk": "train"}, train={"steps": ENDLESS}))
+
+
+def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
+    asked = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
+    for code, expected in ("0", 0), ("me", 128 + signal.SIGTERM):
+        with launched(2, asked.replace("{code}", code), restarts=5) as process:
+            numbers = pids(process, 2)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=LIMIT)
+            wait_until_gone(numbers)
+        assert (process.returncode, err) == (expected, "jpipe: SIGTERM came; not starting again\n" if expected else "")
+
+
+def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = changed(saved, train={"steps": ENDLESS, "eval_every": ENDLESS})
+    Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    metrics = Path(saved["run"]["dir"]) / "metrics.jsonl"
+    with by_hand(*[["train", "config.yaml"]] * 2) as processes:
+        deadline = time.monotonic() + LIMIT
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGTERM)
+        told = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", told[0][0])[1])
+    assert checkpoint_files.steps(metrics.parent) == [step]
+    more = {"steps": step + 3, "eval_every": ENDLESS}
+    parts = loop.main(changed(saved, train=more), resume="must")
+    whole = loop.main(changed(saved, train=more, run={"dir": str(tmp_path / "whole")}))
+    assert rows_of(parts.folder) == rows_of(whole.folder)
+    assert rows_of(whole.folder)[-1]["step"] == step + 2

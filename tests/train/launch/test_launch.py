@@ -1,0 +1,395 @@
+"""`jpipe launch`, run as a process of its own, mostly with small programs in place of `jpipe train`."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.runs import difference, end_of
+from jpipe import InputError, Plan
+from tests.train.conftest import changed
+from train.checkpoint.run_folder import RunFolder, of_same_job
+from train.cli import main
+from train.config.config import Config
+from train.launch import launch
+from train.launch.process_group import ProcessGroup
+from train.run import loop
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 60  # seconds, for what should take one
+
+LAUNCH = """
+import sys
+from train.launch import launch
+number, restarts, pause, grace, script, *more = sys.argv[1:]
+seconds = {"pause": float(pause), "grace": float(grace)}
+code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)
+assert "jax" not in sys.modules, "to start processes JAX is not needed"
+sys.exit(code)
+"""
+
+READY = """
+import os, signal, subprocess, sys, time
+me = int(sys.argv[-1])
+def ready(): print("ready", os.getpid(), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def launched(
+    number: int, script: str, *more: str, restarts: int = 0, pause: float = 0.0, grace: float = 30.0
+) -> Iterator[subprocess.Popen]:
+    """The launcher of `number` processes of `script`, in a session of its own; it and they are gone afterwards."""
+    command = [sys.executable, "-c", LAUNCH, *map(str, (number, restarts, pause, grace)), READY + script, *more]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # on Linux they go with it; none of these scripts lives for long anywhere
+
+
+def pids(process: subprocess.Popen, number: int) -> list[int]:
+    """Of all the processes, once all are ready."""
+    lines = [process.stdout.readline() for _ in range(number)]
+    return [int(re.fullmatch(r"(?:\[\d+\] )?ready (\d+)\n", line)[1]) for line in lines]
+
+
+def wait_until_gone(numbers: list[int]) -> None:
+    """A process whose parent has not asked for its exit code is gone, too."""
+    left, deadline = numbers, time.monotonic() + LIMIT
+    while left := [number for number in left if lives(number)]:
+        assert time.monotonic() < deadline, f"{left} live on"
+        time.sleep(0.01)
+
+
+def lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+        stat = Path(f"/proc/{number}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_every_process_has_its_number_and_the_same_coordinator():
+    with launched(3, "print(*sys.argv[1:])", "train", "a config") as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, "")
+    lines = sorted(out.splitlines())
+    (port,) = set(re.findall(r"127\.0\.0\.1:(\d+)", out))
+    flags = f"train a config --coordinator 127.0.0.1:{port} --num-processes 3 --process-id"
+    assert lines == [f"[1] {flags} 1", f"[2] {flags} 2", f"{flags} 0"]
+    assert 1 <= int(port) <= 65535
+
+
+def test_lines_stay_whole_and_say_where_they_come_from():
+    script = """
+for i in range(20):
+    for piece in ("a", "b" * 1000, "c\\n"):
+        os.write(1, piece.encode())
+        os.write(2, piece.encode())
+os.write(1, b"no end")
+"""
+    with launched(3, script) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    expected = [f"{prefix}a{'b' * 1000}c" for prefix in ("", "[1] ", "[2] ")] * 20
+    assert sorted(err.splitlines()) == sorted(expected)
+    assert sorted(out.splitlines()) == sorted([*expected, "no end", "[1] no end", "[2] no end"])
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the others"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the others"),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_named(end, code, told, tmp_path):
+    script = f"""
+if me == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready()
+while me == 1:
+    if os.path.exists(sys.argv[1]): {end}
+    time.sleep(0.01)
+time.sleep({LIMIT})
+"""
+    with launched(3, script, str(tmp_path / "now"), grace=0.3) as process:
+        numbers = pids(process, 3)
+        (tmp_path / "now").touch()
+        _, err = process.communicate(timeout=LIMIT)
+        wait_until_gone(numbers)
+    assert (process.returncode, err) == (code, f"jpipe: {told}\n")
+
+
+def test_somebody_who_has_left_the_tree_keeps_nobody_waiting():
+    script = 'subprocess.Popen(["yes"], start_new_session=True)'  # ends when nobody reads what it prints
+    with launched(1, script, grace=0.2) as process:
+        out, err = process.communicate(timeout=LIMIT / 2)
+    assert (process.returncode, err, set(out.splitlines())) == (0, "", {"y"})
+
+
+def test_all_succeed_or_it_is_no_success():
+    with launched(2, "sys.exit(5 if me else 0)") as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 5
+    assert "process 1 ended with exit code 5" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_whole_tree(number):
+    script = f"""
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+child = subprocess.Popen(["sleep", "{LIMIT}"])
+print("ready", child.pid, flush=True)
+ready()
+time.sleep({LIMIT})
+"""
+    with launched(2, script) as process:
+        numbers = pids(process, 4)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert (process.returncode, err) == (128 + number, "")
+
+
+def test_a_second_signal_waits_for_nobody():
+    deaf = f"signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True)); ready(); time.sleep({LIMIT}); time.sleep({LIMIT})"
+    with launched(2, deaf, grace=1000) as process:
+        numbers = pids(process, 2)
+        process.send_signal(signal.SIGINT)
+        assert {process.stdout.readline(), process.stdout.readline()} == {"heard\n", "[1] heard\n"}
+        assert all(map(lives, numbers))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert process.returncode == 130
+
+
+ATTEMPT = """
+count = len(os.listdir(sys.argv[1]))  # of the attempts before
+port = sys.argv[sys.argv.index("--coordinator") + 1]
+secret = os.environ["JPIPE_SECRET"]
+assert len(secret) == 64 and secret not in " ".join(sys.argv)
+print(port, os.environ["JPIPE_JOB"], secret, flush=True)
+"""
+
+
+def test_a_failed_job_is_started_again_as_often_as_allowed(tmp_path):
+    script = f"""
+{ATTEMPT}
+if me == 0: signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()
+open(sys.argv[1] + f"/{{count}}", "x").close()
+if count == 0: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(7 + count)
+"""
+    with launched(2, script, str(tmp_path), restarts=2, grace=0.1) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert err.splitlines() == [
+        "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 0 s (1 of 2)",
+        "jpipe: process 1 ended with exit code 8; ending the others; starting all again in 0 s (2 of 2)",
+        "jpipe: process 1 ended with exit code 9; ending the others",
+    ]
+    assert process.returncode == 9
+    of_0 = [line.split() for line in out.splitlines() if not line.startswith("[1] ")]
+    of_1 = [line.removeprefix("[1] ").split() for line in out.splitlines() if line.startswith("[1] ")]
+    assert of_0 == of_1, "each attempt is one of both processes"
+    ports, jobs, keys = zip(*of_0, strict=True)
+    assert len(set(ports)) == 3, "each attempt has a port of its own"
+    assert len(set(jobs)) == 1, "all are attempts of one job"
+    assert len(set(keys)) == 1, "the processes of a job have one secret"
+
+
+@pytest.mark.parametrize(("last", "told"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
+def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, told, tmp_path):
+    script = f"""
+{ATTEMPT}
+open(sys.argv[1] + f"/{{count}}", "x").close()
+sys.exit({last} if count else 1)
+"""
+    with launched(1, script, str(tmp_path), restarts=5) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{told}"
+    assert (process.returncode, len(list(tmp_path.iterdir()))) == (last, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signal_ends_is_not_started_again(number):
+    with launched(2, f"signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); time.sleep({LIMIT})", restarts=5) as process:
+        numbers = pids(process, 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT / 2)
+        wait_until_gone(numbers)
+    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} came; not starting again\n")
+
+
+def test_a_signal_ends_the_wait_before_the_next_attempt():
+    with launched(1, "sys.exit(1)", restarts=5, pause=1000) as process:
+        assert "starting all again in 1000 s (1 of 5)" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT / 2)
+    assert (process.returncode, err) == (130, "jpipe: SIGINT came; not starting again\n")
+
+
+def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
+    waits, told = [], []
+    monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
+    monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
+    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: told.append(again) or 1)
+    assert launch.main(1, [], max_restarts=4) == 1
+    assert waits == [1, 2, 4, 8]
+    assert told[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
+    waits.clear()
+    assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
+    assert waits == [20, 40, 60, 60]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process when its parent is killed")
+def test_no_process_outlives_a_launcher_that_is_killed():
+    deaf = f"[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; ready(); time.sleep({LIMIT})"
+    with launched(2, deaf) as process:
+        numbers = pids(process, 2)
+        process.kill()
+        process.wait(LIMIT)
+        wait_until_gone(numbers)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")
+def test_pinned_processes_have_one_core_by_turns():
+    cores = sorted(os.sched_getaffinity(0))
+    script = "print(me, os.sched_getaffinity(0), os.environ['XLA_FLAGS'], os.environ['JAX_LOCAL_DEVICE_IDS'])"
+    with launched(3, script, "--pin") as process:
+        out, _ = process.communicate(timeout=LIMIT)
+    shown = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    assert shown == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-n 0 -- train x", "launch -n: expected 1 to 256 processes, found 0"),
+        ("-n -1 -- train x", "launch -n: expected 1 to 256 processes, found -1"),
+        ("-n 100000 -- train x", "launch -n: expected 1 to 256 processes, found 100000"),
+        ("-n 2 --max-restarts -1 -- train x", "launch --max-restarts: expected 0 or more, found -1; 0 starts nothing again"),
+        ("-n 2", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
+        ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
+        ("-n 2 -- rm x", "launch: expected `train CONFIG …` after --, found 'rm'; only train runs in several processes"),
+        ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capsys):
+    assert main(["launch", *arguments.split()]) == 2
+    assert capsys.readouterr().err == f"jpipe: {message}\n"
+
+
+def test_a_bad_config_is_refused_by_the_processes(tmp_path):
+    command = [sys.executable, "-P", "-m", "train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
+    assert {line.removeprefix("[1] ") for line in lines if "ended with exit code 2" not in line} == {refusal}
+    assert len(lines) >= 2
+
+
+def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan, numbered = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=2), changed(tiny, run={"dir": None})
+    assert of_same_job(numbered) == numbered, "a run by itself takes the next number"
+    for job in "one", "two":
+        monkeypatch.setenv(launch.JOB, job)
+        assert of_same_job(numbered) == numbered, "a first attempt as well"
+        with RunFolder(numbered, plan) as folder:
+            folder.log({"step": 0})
+    monkeypatch.setenv(launch.JOB, "one")
+    again = of_same_job(numbered)
+    assert again == changed(tiny, run={"dir": "runs/0001"})
+    with RunFolder(again, plan) as folder:
+        assert folder.rows() == []
+        folder.log({"step": 1})
+    assert of_same_job(again) == again
+    with pytest.raises(InputError, match="found another run in 'runs/0002'"):
+        RunFolder(changed(tiny, run={"dir": "runs/0002"}), plan)
+    monkeypatch.delenv(launch.JOB)
+    Path("runs/0001/.job").write_text("")
+    with pytest.raises(InputError, match="found another run in 'runs/0001'"):
+        RunFolder(again, plan)
+    assert [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/metrics.jsonl"))] == [{"step": 1}, {"step": 0}]
+
+
+PARTS = """
+import os, pathlib, signal, time
+import jax, jax.numpy as jnp, numpy as np
+import jpipe
+from flax import nnx
+
+dead, saved = pathlib.Path("dead"), pathlib.Path("runs/0001/checkpoints/00000002/checkpoint.json")
+
+
+def model():
+    return jpipe.LayerStack({"a": lambda rngs: nnx.Linear(2, 2, rngs=rngs), "b": jnp.tanh})
+
+
+class Batches(list):
+    def __getitem__(self, t):
+        if t == 5 and jax.process_index() == 1 and not dead.exists():
+            dead.touch()
+            while not saved.exists():  # once it is, the run has something to go on from
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(t)
+
+
+def batches(seed, batch_size):
+    ones = np.ones((batch_size, 2), np.float32)
+    return Batches([(ones, ones)] * 6), Batches([(ones, ones)])
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).sum(), labels.size
+"""
+
+
+def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_path, monkeypatch):
+    (tmp_path / "parts.py").write_text(PARTS)
+    config = {
+        **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},
+        "train": {"steps": 6, "batch_size": 4, "eval_every": 10, "trace_batches": 0},
+        "checkpoint": {"every": 2},
+        "plan": {"num_stages": 2, "microbatches": 2},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    arguments = ["launch", "-n", "2", "--max-restarts", "1", "--", "train", "config.yaml", "--allow-code"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "train.cli", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["0001"]
+    assert re.search(r"^resumes at step [24]$", done.stdout, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    try:
+        alone = loop.main(Config.model_validate(config | {"run": {"dir": "alone"}})).folder
+    finally:
+        sys.modules.pop("parts", None)
+    found = end_of(tmp_path / "runs" / "0001")
+    assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
+    assert difference(found, end_of(alone)) is None
+    # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
+    shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "00000006")
+    (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))
+    command += ["--set", "run.dir=runs/0001"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2, done.stderr
+    assert "layer 'a', parameters: 'bias' is not in the model" in done.stderr
+    assert "starting all again" not in done.stderr

@@ -1,0 +1,458 @@
+"""`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from jpipe import InputError, PeerLost, Plan
+from jpipe.processes import Processes
+from jpipe.processes._coordinator import Coordinator
+from tests.train.conftest import changed
+from train import cli
+from train.config import config_file
+from train.launch import distributed, together
+from train.report.metrics_log import RunStopped, repeatable
+from train.run import loop
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 120  # seconds, for what takes ten
+
+PARTS = '''
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jpipe
+from train.assemble import data as text
+
+pathlib.Path(f"pid-{os.getpid()}").touch()
+window = text.Windows.__getitem__
+
+
+def noted(self, index):
+    """Which process reads a window of the text, and where it listens meanwhile, as Linux tells it."""
+    pathlib.Path(f"read-{jax.process_index()}").write_text(" ".join(listens()))
+    return window(self, index)
+
+
+def listens():
+    own = {os.path.basename(os.path.realpath(path)) for path in pathlib.Path("/proc/self/fd").glob("*")}
+    for table in pathlib.Path("/proc/self/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            _, here, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                yield here.split(":")[0]
+
+
+text.Windows.__getitem__ = noted
+
+
+def linear(inputs, outputs):
+    return lambda rngs: nnx.Linear(inputs, outputs, rngs=rngs)
+
+
+def letters():
+    return jpipe.LayerStack({"a": lambda rngs: nnx.Embed(256, 4, rngs=rngs), "b": jnp.tanh, "c": linear(4, 4), "d": linear(4, 256)})
+
+
+def curves():
+    return jpipe.LayerStack({"a": linear(4, 4), "b": jnp.tanh, "c": linear(4, 4)})
+
+
+class Batches:
+    def __init__(self, seed, rows, poisoned):
+        self.seed, self.rows, self.poisoned = seed, rows, poisoned
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, t):
+        x = np.random.default_rng((self.seed, t)).normal(size=(self.rows, 4)).astype(np.float32)
+        return x, np.sin(x) if t != self.poisoned else x * np.float32("nan")
+
+
+def batches(seed, batch_size, poisoned=None):
+    return Batches(seed, batch_size, poisoned), Batches(seed + 1, batch_size, None)
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).sum(), labels.size
+'''
+
+CURVES = {
+    "model": {"target": "parts:curves"},
+    "data": {"target": "parts:batches"},
+    "loss": {"target": "parts:squares"},
+    "train": {"steps": 10, "batch_size": 8, "eval_every": 5, "trace_batches": 0},
+    "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 4},
+    "optimizer": {"name": "sgd", "learning_rate": 0.01},
+}
+LETTERS = CURVES | {
+    "model": {"target": "parts:letters", "seq_len": 8},
+    "data": {"path": "text.txt", "validation_fraction": 0.3},
+    "loss": {},
+}
+FOREVER = {"train": {"steps": 10**6, "batch_size": 8, "eval_every": 10**6, "trace_batches": 0}}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where they run: code of their own, and a text."""
+    monkeypatch.chdir(tmp_path)
+    Path("parts.py").write_text(PARTS)
+    Path("text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 100)
+    return tmp_path
+
+
+def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> list[str]:
+    """Arguments of `jpipe` that train `config`, some keys of some sections of it replaced."""
+    whole = config | {section: config.get(section, {}) | keys for section, keys in sections.items()}
+    Path(name).write_text(yaml.safe_dump(whole))
+    return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
+
+
+# Not by a function before exec: threads of JAX run in this process, so it is not to be forked. Tests side by side take a core each.
+ON_ONE_CORE = """
+import os, sys
+if hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(cores)]})
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@contextlib.contextmanager
+def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
+    """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "train.cli", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # what it has launched ends with it
+
+
+def done(*arguments: str) -> tuple[int, list[str], list[str]]:
+    """Exit code and the lines of standard output and error."""
+    with jpipe(*arguments) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def rows(name: str) -> list[dict]:
+    """What was logged so far, but for its times."""
+    path = Path(name, "metrics.jsonl")
+    return [repeatable(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_rows(number: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while len(rows("run")) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def by_hand(*commands: list[str], **of_last: str) -> Iterator[list[subprocess.Popen]]:
+    """A process for each command, as if on hosts of their own: what ends one ends no other. The last has some variables more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = ["--coordinator", f"127.0.0.1:{listener.getsockname()[1]}", "--num-processes", str(len(commands)), "--process-id"]
+    with contextlib.ExitStack() as stack:
+        variables = [{}] * (len(commands) - 1) + [of_last]
+        yield [stack.enter_context(jpipe(*arguments, *flags, str(i), **variables[i])) for i, arguments in enumerate(commands)]
+
+
+def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
+    """Exit code and standard error of each, once all have ended by themselves."""
+    return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
+
+
+def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_what_they_need():
+    arguments = command(LETTERS, plan={"num_stages": 4}, train={"trace_batches": 2})
+    code, out, err = done("launch", "-n", "4", "--", *arguments)
+    assert (code, err) == (0, []), "\n".join(err)
+    assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
+    assert not {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()} - loopback
+    assert sys.platform != "linux" or Path("read-0").read_text(), "JAX's coordinator is there, and gloo"
+    assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
+    assert [line.split() for line in out if line.startswith("stage ")] == [
+        ["stage", str(s), f"w{s}", f"p{s}", f"cpu:{s}"] for s in range(4)
+    ]
+    several = rows("run")
+    assert "bubble" in next(line for line in out if line.startswith("step 9 "))
+    assert [line.split()[3].strip(",") for line in out if line.startswith("peak memory")] == ["0", "1", "2", "3"]
+    assert {"timeline.png", "memory.png", "trace.json", "report.html", "tensorboard"} < {path.name for path in Path("run").iterdir()}
+    events = json.loads(Path("run/trace.json").read_text())["traceEvents"]
+    measured = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    assert len(measured) == 8, "each worker predicted and measured"
+    Path("run").rename("several")
+    assert done(*arguments)[0] == 0
+    assert several == rows("run")
+    assert [row["step"] for row in several] == list(range(10))
+
+
+def test_replicas_in_two_processes_log_what_one_process_logs():
+    arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
+    code, out, err = done("launch", "-n", "2", "--", *arguments)
+    assert (code, err) == (0, []), "\n".join(err)
+    assert [line.split() for line in out if line.startswith("stage ")] == [
+        ["stage", "0", "w0", "p0", "cpu:0", "w1", "p0", "cpu:1"],
+        ["stage", "1", "w2", "p1", "cpu:2", "w3", "p1", "cpu:3"],
+    ]
+    several = rows("run")
+    Path("run").rename("several")
+    assert done(*arguments)[0] == 0
+    assert several == rows("run")
+
+
+def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_written():
+    arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
+    with by_hand(arguments, arguments, arguments) as processes:
+        wait_for_rows(3)
+        processes[2].kill()
+        began = time.monotonic()
+        told = endings(processes[:2])
+        assert time.monotonic() - began < 60
+    for index, (code, err) in enumerate(told):
+        assert code == 1
+        how = "process 2 disconnected unexpectedly: it was killed or crashed, see its own output"
+        assert err.startswith(f"jpipe: {how}; process {index} stops"), err
+        assert err.count("\n") == 1
+    assert re.search(r"stops while waiting for the (activation|gradient) of microbatch \d+ from worker \d of process [12]", told[0][1])
+    assert [row["step"] for row in rows("run")] == list(range(len(rows("run"))))
+    assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
+
+
+@pytest.mark.slow
+def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_told():
+    commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
+    with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
+        told = endings(processes)
+    own = os.environ.get("JAX_PLATFORMS", "")
+    assert told == [
+        (2, "jpipe: config differs between processes 0 and 1: '  learning_rate: 0.01' against '  learning_rate: 0.02' "
+            f"(line {line_of('learning_rate')}); start all processes with the same config\n"
+            f"JAX_PLATFORMS differs between processes 0 and 1: '{own}' against 'cuda'; start all processes with the same JAX_PLATFORMS\n"),
+        (2, "jpipe: process 1 ends; process 0 says why\n"),
+    ]  # fmt: skip
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
+    with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
+        (waiting, others), (failing, own) = endings(processes)
+    assert (waiting, failing) == (1, 2)
+    assert re.fullmatch("jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; see its variable JAX_PLATFORMS\n", own)
+    reason = own.removeprefix("jpipe: ").rstrip()
+    assert others == f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for the devices of all processes, of one kind\n"
+
+
+def line_of(key: str) -> int:
+    """Of the resolved config."""
+    lines = config_file.to_yaml(config_file.load("config.yaml", ["run.dir=run"], allow_code=True)).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
+
+
+def test_a_folder_that_holds_a_run_ends_all_with_one_message():
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    with by_hand(*[command(CURVES)] * 2) as processes:
+        told = endings(processes)
+    refusal = "expected a new or empty folder, found another run in 'run'; choose another, or move that run away"
+    assert told == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
+
+
+def test_a_loss_that_is_no_number_ends_all_with_one_message():
+    code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
+    assert code == 1
+    hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps; the steps logged so far are in run"
+    assert [line for line in err if not re.match(r"(\[1\] )?jpipe: process ", line)] == [f"jpipe: step 3: the loss is nan; {hint}"]
+    assert [row["step"] for row in rows("run")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_tree():
+    with jpipe("launch", "-n", "2", "--", *command(CURVES | FOREVER)) as process:
+        wait_for_rows(3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGINT
+    assert re.search(
+        r"stopped by Ctrl-C; the checkpoint of step \d+ is written, and the same command with --set run.dir=run goes on there", out
+    )
+    assert "Traceback" not in out + err
+    numbers = [int(path.name.removeprefix("pid-")) for path in Path.cwd().glob("pid-*")]
+    assert len(numbers) == 2
+    for number in numbers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+def code_of_jpipe(patch):
+    patch.setattr(together, "_code", lambda: "other")
+
+
+def version_of_jaxlib(patch):
+    real = importlib.metadata.version
+    patch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == "jaxlib" else real(name))
+
+
+@contextlib.contextmanager
+def jax_setting(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        lambda _: jax_setting("jax_log_compiles", True),
+        lambda _: jax_setting("jax_compilation_cache_dir", "elsewhere"),
+        lambda _: jax_setting("jax_dump_ir_to", "elsewhere"),
+        lambda _: jax_setting("jax_cuda_visible_devices", "1"),
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to=elsewhere --xla_force_host_platform_device_count=2"),
+    ],
+)
+def test_what_changes_no_number_each_process_may_have_its_own(difference, tiny, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    first = together.facts(changed(tiny))
+    with difference(monkeypatch) or contextlib.nullcontext():
+        assert together.facts(changed(tiny)) == first
+
+
+def code_of_own_parts(patch):
+    Path("own/parts.py").write_text("def model(): return 2")
+
+
+@pytest.mark.parametrize(
+    ("difference", "name"),
+    [
+        (code_of_jpipe, "code of jpipe"),
+        (version_of_jaxlib, "version of jaxlib"),
+        (code_of_own_parts, "code of own.parts"),
+        (lambda _: jax.enable_x64(True), "jax_enable_x64"),
+        (lambda _: jax.default_matmul_precision("float32"), "jax_default_matmul_precision"),
+        (lambda _: jax.default_prng_impl("rbg"), "jax_default_prng_impl"),
+        (lambda _: jax.threefry_partitionable(False), "jax_threefry_partitionable"),
+        (lambda _: jax.numpy_dtype_promotion("standard"), "jax_numpy_dtype_promotion"),
+        (lambda _: jax_setting("jax_random_seed_offset", 7), "jax_random_seed_offset"),
+        (lambda _: jax_setting("jax_softmax_custom_jvp", True), "jax_softmax_custom_jvp"),
+        (lambda _: jax_setting("jax_disable_most_optimizations", True), "jax_disable_most_optimizations"),
+        (lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), "XLA_FLAGS"),
+        (lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "0"), "NVIDIA_TF32_OVERRIDE"),
+        (lambda patch: patch.setenv("FLAX_FIX_RNG_SEPARATOR", "1"), "FLAX_FIX_RNG_SEPARATOR"),
+    ],
+)
+def test_what_differs_between_processes_is_refused_and_named(difference, name, tiny, monkeypatch):
+    Path("own").mkdir()
+    Path("own/parts.py").write_text("def model(): return 1")
+    config = changed(tiny | {"model": {"target": "own.parts:model"}})
+    desk = Coordinator(2)
+    desk.answer(0, {"meet": "agreement", "facts": together.facts(config)})
+    with difference(monkeypatch) or contextlib.nullcontext():
+        answer = desk.answer(1, {"meet": "agreement", "facts": together.facts(config)})
+    (told,) = answer["differences"]
+    assert told.startswith(f"{name} differs between processes 0 and 1: ")
+    assert told.endswith(f"; start all processes with the same {name}")
+
+
+class Noted(Processes):
+    """Process 0 of two, which only notes what it would have to agree with the other."""
+
+    def __init__(self):
+        self.index, self.count, self.facts = 0, 2, {}
+
+    def agree(self, facts, limit=0.0):
+        self.facts |= facts
+        if "plan" in self.facts:
+            raise InputError("enough")
+
+
+def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
+    noted = Noted()
+
+    @contextlib.contextmanager
+    def joined(*_):
+        yield together.Together(noted)
+
+    monkeypatch.setattr(loop, "joined", joined)
+
+    def ready(config, *_):
+        plan = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=config.plan.microbatches)
+        return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
+
+    monkeypatch.setattr(loop, "ready", ready)
+    monkeypatch.setattr(loop, "find_resumed", lambda *_: None)
+    monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
+    found = []
+    for microbatches in 2, 4:
+        noted.facts = {}
+        with pytest.raises(InputError, match="enough"):
+            loop.main(changed(tiny, plan={"microbatches": microbatches}))
+        found.append(noted.facts)
+    assert [facts["data"] for facts in found] == ["of the text"] * 2
+    assert found[0]["plan"] != found[1]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "told"),
+    [
+        (KeyboardInterrupt("interrupted; the steps are in run"), 130, "interrupted; the steps are in run\n"),
+        (AssertionError("a slip of ours"), 1, "AssertionError: a slip of ours\n"),
+        (InputError("seed: it is no number"), 2, "jpipe: seed: it is no number\n"),
+        (RunStopped("the disk is full"), 1, "jpipe: the disk is full\n"),
+        (PeerLost("process 1 crashed"), 1, "jpipe: process 1 crashed\n"),
+    ],
+)
+def test_the_last_words_are_said_and_the_end_is_sure_before_jax_waits(reason, code, told, tiny, monkeypatch, capfd):
+    Path("config.yaml").write_text(yaml.safe_dump(tiny))
+    ended, said, codes = threading.Event(), [], []
+
+    def main(*_):
+        raise reason
+
+    def stop():  # as long as JAX waits for others that hang
+        said.append("".join(capfd.readouterr()))
+        assert ended.wait(LIMIT)
+
+    monkeypatch.setattr(distributed, "start", lambda *_: 2)
+    monkeypatch.setattr(distributed, "stop", stop)
+    monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
+    monkeypatch.setattr(loop, "main", main)
+    monkeypatch.setattr(together, "_joined", Noted())
+    monkeypatch.setattr(together, "_LEAVE", (0.01, 1000.0))
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    assert cli.main(["train", "config.yaml"]) == code
+    assert said[0].endswith(told)
+    assert codes == [code]
+    assert capfd.readouterr() == ("", "")

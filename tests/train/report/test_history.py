@@ -1,0 +1,111 @@
+"""What a run says of itself besides its losses: time, speed, learning rate, and the parts of a run that was resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from tests.train.conftest import changed
+from tests.train.report.test_report import Page
+from tests.train.report.test_tensorboard import read
+from train.assemble import optimizer
+from train.checkpoint import history, resume
+from train.config.config import OptimizerConfig
+from train.run import loop
+
+WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
+OTHER = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "linear_schedule", "lr_arguments": {"end_value": 0.1, "transition_steps": 3}}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
+    saved = tiny | {"checkpoint": {"every": 2}, "optimizer": WARM}
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # the second has it all
+        loop.main(changed(saved, train={"steps": 4}))
+    other = saved | {"optimizer": OTHER, "resume": {"optimizer": "reset"}}
+    folder = loop.main(changed(other, train={"steps": 8, "eval_every": 50}, plan={"schedule": "gpipe", "num_stages": 3})).folder
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = optimizer.lr_schedule(OptimizerConfig(**WARM), 4, 0.01)
+    second = optimizer.lr_schedule(OptimizerConfig(**OTHER), 8, 0.5)
+    rates = [float(first(step)) for step in range(4)] + [float(second(step)) for step in range(4)]  # new state counts from 0
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates, rel=1e-5)
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)  # time goes on where the first part left off
+    assert seconds[0] > 0
+    assert {row["step"] for row in rows if "tokens_per_second" in row} >= {1, 2, 3, 5, 6}
+    assert {row["step"] for row in rows if row.get("tokens_per_second") == 0} == set()
+
+    scalars = read(folder / "tensorboard")
+    assert {"loss", "val_loss", "learning_rate", "seconds", "tokens_per_second"} <= set(scalars)
+    assert scalars["learning_rate"] == [(row["step"], pytest.approx(row["learning_rate"])) for row in rows]
+
+    facts = resume.Facts.model_validate(checkpoint_files.read_facts(folder, 8))
+    before, now = facts.history
+    assert (before.first, before.end, now.first, now.end) == (0, 4, 4, 8)
+    assert before.plan == "pipedream_2bw, 2 stages, 2 microbatches"
+    assert now.plan == "gpipe, 3 stages, 2 microbatches"
+    assert before.optimizer == "adamw, learning rate 0.01, cosine, 2 warm-up steps"
+    assert 0 < before.seconds <= seconds[4] < before.seconds + now.seconds + 1e-3
+
+    text = Page(folder / "report.html").text
+    for part in (before, now):
+        assert part.plan + part.optimizer in text
+    for words in (
+        "History",
+        "0 to 3",
+        "4 to 7",
+        "in 2 parts",
+        "tokens per second",
+        "0.00333 → 0.5 → 0.1",
+        "parameters",
+        "tokens for training",
+    ):
+        assert words in text, words
+    assert "command" in text
+
+
+def test_a_checkpoint_without_a_history_is_one_part():
+    plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
+    facts = {"config": "optimizer: {name: lion}\n", "plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
+    for config, updates in ((facts["config"], 0), (facts["config"] + "resume: {optimizer: reset}\n", None)):
+        old = resume.Resumed(Path("run"), 6, resume.Facts(**facts | {"config": config}), (6,))
+        (part,) = old.parts()
+        assert (part.first, part.end, part.optimizer, part.seconds, part.updates) == (0, 6, "lion", None, updates)
+    assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–")]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "every", "updates"), [((1, 1), "batch", 13), ((2, 2), "replicas", 16), ((4, 2), "replicas", None), ((4, 2), "batch", 13)]
+)
+def test_updates_are_counted_as_the_optimizer_counts_them(replicas, every, updates):
+    plan = jpipe.Plan.even("ab", 2, "pipedream", 4, replicas=replicas, update_every=every)
+    part = history.part(plan, {}, 2, 7, 7, 10)
+    assert history.History((), part, plan, lambda: 0.0).updates(10) == updates
+
+
+def test_a_history_of_thousands_of_parts_stays_small():
+    plan = jpipe.Plan.even("a", 1, "gpipe", 1)
+    parts = [history.part(plan, {}, 1, step, step + 1, step) for step in range(3000)]
+    told = history.History(parts, history.part(plan, {}, 1, 3000, 3000, 3000), plan, lambda: 2.5)
+    facts = told.facts(3005)
+    assert (len(facts), facts[0]["first"], facts[-1]["end"], facts[-1]["seconds"]) == (history.MOST_PARTS, 2001, 3005, 2.5)
+    assert len(resume.Facts(config="seed: 0", plan="", devices=1, val_loss_before=0.0, history=facts).history) == history.MOST_PARTS
+
+
+@pytest.mark.parametrize("name", ["tests.train.own:rule", "noisy_sgd"])
+def test_a_learning_rate_that_is_not_known_is_left_out(name):
+    known = optimizer.learning_rate(OptimizerConfig(name=name), 10)
+    assert (known is None) == (":" in name)
+
+
+@pytest.mark.parametrize("steps", [5, 3000])
+def test_learning_rates_are_those_of_the_schedule(steps):
+    config = OptimizerConfig(learning_rate=3e-4, lr_schedule="cosine", warmup_steps=3)
+    schedule, found = optimizer.lr_schedule(config, steps, 3e-4), optimizer.learning_rate(config, steps)
+    for update in {0, 1, 2, 3, 4, steps // 2, steps - 1, steps + 10}:
+        assert found(update) == pytest.approx(float(schedule(update)), rel=1e-5)
+    assert optimizer.learning_rate(OptimizerConfig(), 10)(7) == 1e-3
