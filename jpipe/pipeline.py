@@ -35,7 +35,15 @@ from jpipe.runtime._state import State, WorkerState
 from jpipe.runtime._transport import Transport, arrived, progress, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._bytes import measure_bytes
-from jpipe.stages._compile import CompiledStage, compile_initializers, compile_workers, reduced_spec, temporary_bytes, with_metrics
+from jpipe.stages._compile import (
+    CompiledStage,
+    compile_initializers,
+    compile_start,
+    compile_workers,
+    reduced_spec,
+    temporary_bytes,
+    with_metrics,
+)
 from jpipe.stages._functions import Loss, StageFunctions, check_summed, floats_of, stage_functions, with_floats
 from jpipe.stages._gradients import check_gradients
 

@@ -1,0 +1,93 @@
+"""Rules about the source itself."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jpipe
+from docs import reference
+
+ROOT = Path(jpipe.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """The names of all modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: imports are absolute"
+            names.add(node.module)
+    return names
+
+
+def test_the_interpreter_knows_no_schedule_by_name():
+    interprets = (
+        "runtime/_interpreter",
+        "runtime/_transport",
+        "runtime/_state",
+        "stages/_compile",
+        "stages/_functions",
+        "stages/_residuals",
+    )
+    for name in (*interprets, "programs/_instructions"):
+        path = ROOT / f"{name}.py"
+        assert "jpipe.schedules" not in imported(path)
+        strings = {
+            node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not strings & set(jpipe.schedules.SCHEDULES), name
+    text = (ROOT / "runtime" / "_interpreter.py").read_text().lower()
+    for schedule in ("gpipe", "pipedream", "2bw", "naive", "vertical_sync"):
+        assert schedule not in text
+
+
+def test_the_public_names_of_each_submodule_are_defined_in_it():
+    for name in reference.MODULES[1:]:
+        module = importlib.import_module(name)
+        assert len(set(module.__all__)) == len(module.__all__)
+        for exported in module.__all__:
+            where = getattr(getattr(module, exported), "__module__", name)
+            assert where == name or where.startswith(f"{name}.") or not where.startswith("jpipe"), f"{name}.{exported} is of {where}"
+
+
+def test_modules_of_rooms_are_private_except_the_named_ones():
+    public = {str(path.relative_to(ROOT)) for path in FILES if not path.name.startswith("_")}
+    schedules = {f"schedules/{name}.py" for name in jpipe.schedules.SCHEDULES}
+    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "records", "orbax_item", "zstd_frames")}
+    assert public == {"plan.py", "pipeline.py", "errors.py", "files.py", "processes/handshake.py"} | schedules | checkpoints
+
+
+def test_a_room_has_at_most_twelve_modules():
+    root = ROOT.parent
+    for package in ("jpipe", "planner", "train"):
+        for folder in {path.parent for path in (root / package).rglob("*.py")}:
+            modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+            assert len(modules) <= 12, f"{folder.relative_to(root)} has {len(modules)}"
+
+
+def test_plans_are_lowered_and_simulated_without_jax():
+    program = """
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax"):
+            raise ImportError(f"no {name} here")
+sys.meta_path.insert(0, Without())
+from jpipe import Plan, draw_timeline, lower, simulate
+print(simulate(lower(Plan.even("abcd", 2, "pipedream_2bw", 4), batches=2)).versions_alive)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.stderr) == ("(2, 2)\n", "")
+
+
+def test_no_code_runs_from_data():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        assert not called & {"eval", "exec", "__import__"}, path.name
+        assert not imported(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path.name
