@@ -1,5 +1,7 @@
 """The delayed rule with one `jax.grad` of the whole model as one function, and one optax update of the whole tree: no stages anywhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,25 @@ import optax
 
 def train(stack, loss, optimizer, params, state, key, batches, m, read):
     """(losses, params by layer id, layer state) after `batches`; microbatch k reads version `read(layer_id, k)` of a layer."""
+    gradient_of, updated = compiled(stack, loss, optimizer)
+    versions, losses, optimizer_state = [params], [], optimizer.init(params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for t, batch in enumerate(batches):
+        rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
+        microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
+        trees = [{i: versions[read(i, t * m + j)][i] for i in stack.ids} for j in range(m)]
+        (value, state), gradient = gradient_of(zero, trees, state, microbatches, t * m, key)
+        new, optimizer_state = updated(gradient, optimizer_state, versions[-1])
+        versions.append(new)
+        losses.append(float(value))
+    return losses, versions[-1], state
 
-    @jax.jit
-    def mean_loss(shift, trees, state, microbatches, first):
+
+@functools.cache
+def compiled(stack, loss, optimizer):
+    """The gradient of a batch and the update."""
+
+    def mean_loss(shift, trees, state, microbatches, first, key):
         """Of one batch. `shift` is zero and added to whatever each microbatch reads: its gradient is the sum over microbatches."""
         total = weight = 0.0
         for j, (tree, (x, labels)) in enumerate(zip(trees, microbatches, strict=True)):
@@ -27,14 +45,4 @@ def train(stack, loss, optimizer, params, state, key, batches, m, read):
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
             return optax.apply_updates(params, updates), optimizer_state
 
-    versions, losses, optimizer_state = [params], [], optimizer.init(params)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    for t, batch in enumerate(batches):
-        rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
-        microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
-        trees = [{i: versions[read(i, t * m + j)][i] for i in stack.ids} for j in range(m)]
-        (value, state), gradient = jax.value_and_grad(mean_loss, has_aux=True)(zero, trees, state, microbatches, t * m)
-        new, optimizer_state = updated(gradient, optimizer_state, versions[-1])
-        versions.append(new)
-        losses.append(float(value))
-    return losses, versions[-1], state
+    return jax.jit(jax.value_and_grad(mean_loss, has_aux=True)), updated

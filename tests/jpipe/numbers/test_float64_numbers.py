@@ -1,5 +1,7 @@
 """In float64 a pipeline equals, to rounding, the rule of its schedule applied with one gradient of the whole model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +49,12 @@ def decayed(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in ("noise", "out") and path[1].key == "w", params)
 
 
-OPTIMIZERS = {
-    "adam_with_schedule": lambda: optax.adam(optax.linear_schedule(0.05, 0.001, 5)),
-    "adamw_with_mask": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.05, 2, 6), weight_decay=0.3, mask=decayed),
-    "clipped_by_value": lambda: optax.chain(optax.clip(0.02), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+OPTIMIZERS = {  # each made once, so that what is traced with it is traced once
+    "adam_with_schedule": functools.cache(lambda: optax.adam(optax.linear_schedule(0.05, 0.001, 5))),
+    "adamw_with_mask": functools.cache(
+        lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.05, 2, 6), weight_decay=0.3, mask=decayed)
+    ),
+    "clipped_by_value": functools.cache(lambda: optax.chain(optax.clip(0.02), optax.sgd(0.1, momentum=0.9, nesterov=True))),
 }
 
 
