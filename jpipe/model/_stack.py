@@ -47,7 +47,7 @@ class LayerStack:
     def __init__(self, layers: Mapping[str, Any]) -> None:
         if not isinstance(layers, Mapping):
             raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
-        if not layers:
+        if not list(layers):  # a length may be wrong
             raise InputError("LayerStack: expected at least one layer, found none")
         for layer_id in layers:
             if not isinstance(layer_id, str) or not layer_id:
