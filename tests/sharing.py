@@ -25,7 +25,7 @@ SETTINGS = (
     "jax_compilation_cache_dir",
 )
 enabled = True
-MOST = 3000  # things that are kept of each kind
+MOST = 500  # keys of each kind that are kept: a compiled stage takes some megabytes
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
