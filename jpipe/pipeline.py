@@ -198,7 +198,7 @@ class Pipeline:
         Args:
             key: of the run, as it was given to `init`.
             batch: as in `init`.
-            layers: from `Cut.layers`, with any arrays; those of the layers of this process's workers at least.
+            layers: from `Snapshot.layers`, with any arrays; those of the layers of this process's workers at least.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
 
@@ -219,7 +219,7 @@ class Pipeline:
 
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
-            layers: from `Cut.layers`, those of the layers of this process's workers at least.
+            layers: from `Snapshot.layers`, those of the layers of this process's workers at least.
             at: the batch of the snapshot.
             fresh_optimizer: whatever the optimizer state is, it will not be used.
 
@@ -238,9 +238,9 @@ class Pipeline:
             InputError: neither has been called, or `batch` is no integer of 0 or more.
         """
         if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 0:
-            raise InputError(f"cut: expected the number of a batch, 0 or more, found {batch!r}")
+            raise InputError(f"snapshot: expected the number of a batch, 0 or more, found {batch!r}")
         if self._spec is None:
-            raise InputError("cut: this pipeline has no run yet; call init or restore first")
+            raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
@@ -505,7 +505,7 @@ class Pipeline:
         if state.made_by != self._fingerprint:
             raise InputError(
                 f"state: another pipeline made it: {_difference(state.made_by, self._fingerprint)}; "
-                "make one with init, or take a Cut of the other run and restore it here"
+                "make one with init, or take a snapshot of the other run and restore it here"
             )
         if any(_is_used_up(worker) for worker in state.workers):
             raise InputError("state: step or drain has already consumed it; go on with the state that call returned")

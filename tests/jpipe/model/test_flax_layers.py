@@ -71,7 +71,7 @@ def test_arrays_of_a_module_survive_replicas_and_checkpoints():
     plan = Plan.even(stack.ids, 1, "gpipe", 2, replicas=2)
     pipe, batches = Pipeline(stack, plan, squares, optax.sgd(0.1)), batches_of(3, 4)
     state, _ = pipe.step(pipe.init(jax.random.key(KEY), batches[0]), batches[0])
-    cut = pipe.cut(2)
+    cut = pipe.snapshot(2)
     state, _ = pipe.step(state, batches[1], observe=cut)
     layers = jax.device_get(cut.layers())
     assert sorted(layers["a"]["state"]) == ["features", "mean", "numbers", "offsets", "positions"]
