@@ -617,7 +617,7 @@ def _is_used_up(worker: WorkerState) -> bool:
 
 def _check_observer(observe: Any) -> None:
     if observe is not None and not callable(observe):
-        raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Cut, found {type(observe).__name__}")
+        raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
 def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:

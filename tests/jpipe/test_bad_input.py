@@ -315,8 +315,8 @@ UNTYPED = {
         "batch: expected arrays of numbers, found [0] float32[2, 3], [1] object[2]; convert object to numbers"
     ),
     "pipe.step(5, (x, x))": "state: expected a jpipe.State, found int",
-    "pipe.step(5, (x, x), observe=3)": "observe: expected a function of an Event, such as a Tracer or a Cut, found int",
-    "pipe.drain(5, observe=3)": "observe: expected a function of an Event, such as a Tracer or a Cut, found int",
+    "pipe.step(5, (x, x), observe=3)": "observe: expected a function of an Event, such as a Tracer or a Snapshot, found int",
+    "pipe.drain(5, observe=3)": "observe: expected a function of an Event, such as a Tracer or a Snapshot, found int",
     "pipe.snapshot('3')": "snapshot: expected the number of a batch, 0 or more, found '3'",
     "pipe.snapshot(-1)": "snapshot: expected the number of a batch, 0 or more, found -1",
     "pipe.snapshot(3)": "snapshot: this pipeline has no run yet; call init or restore first",

@@ -1,5 +1,6 @@
 """`jpipe export`: the weights of a run by name, in one safetensors file."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,6 +103,8 @@ def step_of(folder: Path, step: int | None, where: str, tell: Callable[[str], No
         InputError: no such run or checkpoint.
     """
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(folder / "checkpoints")
         there = checkpoint_files.steps(folder)
     except OSError as error:
         raise InputError(f"{where}: cannot read '{shown(folder)}': {error.strerror}; give the folder of a run") from None
