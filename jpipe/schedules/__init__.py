@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jpipe.schedules._schedule import Compute, Schedule, Shape, one_forward_one_backward
+from jpipe.schedules._schedule import Compute, Schedule, Shape, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.naive import NAIVE
 from jpipe.schedules.pipedream import PIPEDREAM
@@ -15,4 +15,4 @@ _BY_NAME = {schedule.name: schedule for schedule in (NAIVE, GPIPE, PIPEDREAM_FLU
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 """The schedules by the names that plans use."""
 
-__all__ = ["SCHEDULES", "Compute", "Schedule", "Shape", "one_forward_one_backward"]
+__all__ = ["SCHEDULES", "Compute", "Schedule", "Shape", "one_forward_one_backward", "pipeline_in_flight"]
