@@ -626,7 +626,7 @@ def _check_clipping(clip_global_norm: Any, plan: Plan) -> None:
     if SCHEDULES[plan.schedule].flushes:
         return
     flushing = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
-    if plan.schedule == "pipedream" and not plan.vertical_sync:
+    if "vertical_sync" in SCHEDULES[plan.schedule].options and not plan.vertical_sync:
         why = "weight stashing cannot clip: its first stages know the norm only after its last ones had to update"
     else:
         why = f"clipping with the asynchronous schedule '{plan.schedule}' is not supported"

@@ -154,9 +154,7 @@ class Plan(pydantic.BaseModel):
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.depth:
             peaks = len(self.predicted.peak_bytes)
             raise ValueError(f"predicted.peak_bytes: expected one number for each of {self.depth} stages, found {peaks}; plan again")
-        for option, default in (("vertical_sync", False), ("noam", False), ("update_every", "batch")):
-            if self.schedule != "pipedream" and getattr(self, option) != default:
-                raise ValueError(f"{option} is an option of the schedule 'pipedream', found schedule '{self.schedule}'; remove it")
+        self._check_options()
         if self.noam and self.extra_in_flight:
             raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {self.extra_in_flight}")
         if self.scale_learning_rate and self.update_every != "replicas":
@@ -171,6 +169,19 @@ class Plan(pydantic.BaseModel):
         if complaint:
             raise ValueError(complaint)
         return self
+
+    def _check_options(self) -> None:
+        """Refuse what other schedules read, and this one does not."""
+        own = SCHEDULES[self.schedule].options
+        for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
+            if option in own or getattr(self, option) == Plan.model_fields[option].default:
+                continue
+            if option == "extra_in_flight":
+                limit = f"expected extra_in_flight 0, found {self.extra_in_flight}"
+                raise ValueError(f"the schedule '{self.schedule}' has no in-flight limit to raise: {limit}")
+            others = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
+            of = f"schedule{'s' if len(others) > 1 else ''} {', '.join(others)}"
+            raise ValueError(f"{option} is an option of the {of}, found schedule '{self.schedule}'; remove it")
 
     @property
     def depth(self) -> int:
@@ -197,6 +208,12 @@ class Plan(pydantic.BaseModel):
         """The workers of each stage, replica by replica; microbatch k is with number k mod r of them."""
         numbers = iter(range(sum(self.replicas)))
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
+
+    @property
+    def placing_order(self) -> tuple[int, ...]:
+        """The workers in the order in which they take devices where `placement` names none, as `keep_together` says."""
+        key = (lambda w: w) if self.keep_together == "replicas" else (lambda w: self.workers[w][::-1])
+        return tuple(sorted(range(len(self.workers)), key=key))
 
     def worker(self, s: int, k: int) -> int:
         """The worker of stage s that runs microbatch k."""

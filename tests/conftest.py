@@ -83,3 +83,13 @@ def pytest_collection_modifyitems(items):
             del slow[best]
         for item in slow:
             item.add_marker("slow")
+
+
+@pytest.fixture
+def two_by_two(monkeypatch):
+    """A schedule that is in the registry for the length of a test."""
+    from jpipe import schedules
+    from tests.two_by_two import TWO_BY_TWO
+
+    monkeypatch.setitem(schedules._BY_NAME, TWO_BY_TWO.name, TWO_BY_TWO)
+    return TWO_BY_TWO

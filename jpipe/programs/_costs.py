@@ -118,7 +118,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
-        backward are one program (where one microbatch is in flight there).
+        backward are one program (as the schedule's order says).
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
@@ -139,7 +139,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
         known = all(stage.recompute in layer.residuals for layer in own)
         residuals = _residuals(own, stage.recompute) if known else before
-        fused = last and SCHEDULES[plan.schedule].in_flight(plan, s) == 1
+        fused = SCHEDULES[plan.schedule].fuses(plan, s)
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         costs.append(
             StageCost(

@@ -1,6 +1,7 @@
 """From compute order to programs: insert loads, transfers, sums, updates and releases, and find the one total order of all workers."""
 
 from collections import deque
+from itertools import takewhile
 from numbers import Integral
 from typing import NamedTuple
 
@@ -83,12 +84,6 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
     return Program(plan, 0, 0, 1, True, False, (), tuple(instructions))
 
 
-class Fused(NamedTuple):
-    """A forward and the backward of the same microbatch right after it."""
-
-    microbatch: int
-
-
 class _Pending(NamedTuple):
     """An update that waits for a sum or a norm, and the version that it retires, if any."""
 
@@ -151,27 +146,19 @@ class _Run:
         if drain:
             self._make_pending_updates(end)
 
-    def _order(self, s: int, replica: int, start: int, batches: int, drain: bool) -> list[Compute | Fused]:
-        """The schedule's order up to the first forward that needs batch `batches`, fused where that is possible."""
+    def _order(self, s: int, replica: int, start: int, batches: int, drain: bool) -> list[Compute]:
+        """The schedule's order up to the first forward that needs batch `batches`."""
         end = batches * self.plan.microbatches
-        order: list[Compute | Fused] = []
-        for entry in self.schedule.order(self.plan, s, replica, start, batches if drain else batches + 1):
-            if entry.op == "F" and entry.microbatch >= end:
-                break
-            if s == self.plan.depth - 1 and entry.op == "B" and order and order[-1] == ("F", entry.microbatch):
-                order[-1] = Fused(entry.microbatch)
-            else:
-                order.append(entry)
-        return order
+        order = self.schedule.computations(self.plan, s, replica, start, batches if drain else batches + 1)
+        return list(takewhile(lambda entry: entry.op == "B" or entry.microbatch < end, order))
 
     # One computation ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, w: int, entry: Compute | Fused) -> bool:
+    def _compute(self, w: int, entry: Compute) -> bool:
         """Write down a computation and what follows from it, unless something it needs is not there yet."""
-        plan, k = self.plan, entry.microbatch
-        s = plan.workers[w][0]
+        plan, (op, s, k) = self.plan, entry
         version = self.schedule.version(plan, s, k)
-        if isinstance(entry, Compute) and entry.op == "B":
+        if op == "B":
             ready = self._when("backward", s + 1, k, w) if s + 1 < plan.depth else 0
         else:
             ready = self._when("forward", s - 1, k, w) if s > 0 else 0
@@ -181,14 +168,14 @@ class _Run:
         if ready is None:
             return False
         begins = max(self.clock[w], ready)
-        if isinstance(entry, Compute) and entry.op == "B":
+        if op == "B":
             self.clock[w] = begins + self.backward_time[s]
             self._write(begins, Backward(w, k, version))
             self._after_backward(w, s, k, version)
             return True
         if self.pending[w] and version > self.pending[w][0].batch:
             self._update(w, begins)
-        if isinstance(entry, Fused):
+        if op == "FB":
             self.clock[w] = begins + 1 + self.backward_time[s]
             self._write(begins, *_loads(plan, s, k), ForwardBackward(w, k, version))
             self._after_backward(w, s, k, version)

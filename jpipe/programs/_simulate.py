@@ -25,7 +25,7 @@ from jpipe.programs._instructions import (
     Update,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Compute
 
 
 class ProgramError(ValueError):
@@ -110,7 +110,7 @@ class _Worker:
     places: list[int]  # of the queue's instructions in the total order
     memory: int
     versions: set[int]
-    expected: Sequence[tuple[str, int]]
+    expected: Sequence[Compute]
     position: int = 0
     computed: int = 0
     clock: float = 0.0
@@ -359,7 +359,7 @@ class _Simulation:
         cost = self.costs[s]
         versions = self._versions_between(s, replica, start)
         memory = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
-        order = [(entry.op, entry.microbatch) for entry in self.schedule.order(self.plan, s, replica, start, self.program.end)]
+        order = list(self.schedule.computations(self.plan, s, replica, start, self.program.end))
         return _Worker(s, replica, queue, places, memory, versions, order)
 
     def _versions_between(self, s: int, replica: int, batch: int) -> set[int]:
@@ -372,15 +372,15 @@ class _Simulation:
 
     def _compute(self, w: int, worker: _Worker, op: Op, i: Any, ready: list[float], seconds: float) -> None:
         k = i.microbatch
-        expected = worker.expected[worker.computed : worker.computed + len(op)]
-        if expected != [(letter, k) for letter in op]:
+        expected = worker.expected[worker.computed] if worker.computed < len(worker.expected) else None
+        if expected != Compute(op, worker.stage, k):
             self._fail(w, f"{i}: the schedule's next computation is {expected}")
         version = self.schedule.version(self.plan, worker.stage, k)
         if i.version != version:
             self._fail(w, f"{i} reads version {i.version}, the formula says {version}")
         if version not in worker.versions:
             self._fail(w, f"{i} reads version {version}, alive are {sorted(worker.versions)}")
-        worker.computed += len(op)
+        worker.computed += 1
         starts = max(worker.clock, *ready)
         worker.clock = starts + seconds
         worker.busy += seconds

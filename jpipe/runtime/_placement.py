@@ -40,8 +40,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
             f"{len(everywhere)} devices; change stages, replicas or the number of processes, or name the devices in placement",
             *_both_grids(plan, everywhere),
         )
-    order = sorted(range(count), key=lambda w: w if plan.keep_together == "replicas" else (plan.workers[w][1], plan.workers[w][0]))
-    placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(order)}
+    placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(plan.placing_order)}
     return _alike(plan, tuple(placed[w] for w in range(count)))
 
 

@@ -1,6 +1,6 @@
 """What a schedule is: the order in which each worker computes and the weight version each computation reads, as data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -28,10 +28,29 @@ class Shape(Protocol):
 
 
 class Compute(NamedTuple):
-    """One entry of a worker's order: the forward (F) or backward (B) of a microbatch."""
+    """One entry of an order: a forward (F), a backward (B), or both as one program (FB), of a microbatch at a stage.
 
-    op: Literal["F", "B"]
+    FB is for the last stage, where a backward needs nothing but its forward.
+    """
+
+    op: Literal["F", "B", "FB"]
+    stage: int
     microbatch: int
+
+
+def synchronous_version(plan: Shape, s: int, k: int) -> int:
+    """All microbatches of a batch read the weights of the last update: v = floor(k / m)."""
+    return k // plan.microbatches
+
+
+def one_version(plan: Shape, s: int) -> int:
+    """The newest weights, and no others."""
+    return 1
+
+
+def no_complaint(plan: Shape) -> str:
+    """Every plan is legal."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -39,26 +58,38 @@ class Schedule:
     """A pipeline schedule. In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`,
     d = `plan.depth`; all count from 0. Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
-    The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`.
+    The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
+    schedule that flushes. `tests/jpipe/numbers/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
 
     Attributes:
         name: what plans call it.
         flushes: whether the pipeline is empty after each batch.
-        in_flight: `(plan, s) -> n_s`, forwards that a replica of stage s does before its first backward.
+        order: `(plan, s, microbatches) -> computations`, what one replica of stage s computes, from an empty to an empty pipeline, of its
+            own microbatches (in order, at least one): those of one batch if it flushes, else of several. Forwards, and backwards as well,
+            keep the order of the microbatches. A stage may run FB for all of its microbatches or for none.
+        in_flight: `(plan, s) -> n_s`, the most microbatches that a replica of stage s has begun and not finished.
         version: `(plan, s, k) -> v`, the weight version (updates applied) that forward and backward of k read at stage s;
             does not decrease with k.
         versions_alive: `(plan, s) -> int`, how many versions a replica of stage s holds at most.
         complaint: `(plan) -> str`, why the schedule cannot run this plan, or "".
+        options: the fields of `Plan` that it reads and other schedules refuse.
+        closed_form: the shape of its batches, for which planners have a price in closed form: "serial", one microbatch after the other;
+            "fill and drain", all forwards, then all backwards; "1F1B". None: its order is walked through, which takes longer.
+        data_parallel: whether it stands for all schedules that flush where there is one stage, and so nothing to schedule.
     """
 
     name: str
     flushes: bool
+    order: Callable[[Shape, int, Sequence[int]], Iterator[Compute]]
     in_flight: Callable[[Shape, int], int]
-    version: Callable[[Shape, int, int], int]
-    versions_alive: Callable[[Shape, int], int]
-    complaint: Callable[[Shape], str]
+    version: Callable[[Shape, int, int], int] = synchronous_version
+    versions_alive: Callable[[Shape, int], int] = one_version
+    complaint: Callable[[Shape], str] = no_complaint
+    options: tuple[str, ...] = ()
+    closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
+    data_parallel: bool = False
 
-    def order(self, plan: Shape, s: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
+    def computations(self, plan: Shape, s: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
         """The computations of one replica of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
 
         Args:
@@ -68,23 +99,42 @@ class Schedule:
             start: the first batch.
             stop: one past the last batch.
         """
-        replicas = plan.replicas[s]
-        own = plan.microbatches // replicas  # microbatches of each batch
-        ahead = self.in_flight(plan, s)
+        m, replicas = plan.microbatches, plan.replicas[s]
         spans = ((batch, batch + 1) for batch in range(start, stop)) if self.flushes else iter([(start, stop)])
         for first, end in spans:
-            for op, index in one_forward_one_backward(first * own, end * own, ahead):
-                yield Compute(op, index * replicas + replica)
+            if first < end:
+                yield from self.order(plan, s, range(first * m + replica, end * m, replicas))
+
+    def fuses(self, plan: Shape, s: int) -> bool:
+        """Whether stage s runs the forward and the backward of a microbatch as one program."""
+        return next(self.computations(plan, s, 0, 0, 1)).op == "FB"
 
 
-def one_forward_one_backward(first: int, end: int, ahead: int) -> Iterator[Compute]:
-    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
-    for k in range(first, end):
-        if k - first >= ahead:
-            yield Compute("B", k - ahead)
-        yield Compute("F", k)
-    for k in range(max(end - ahead, first), end):
-        yield Compute("B", k)
+def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Compute]:
+    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the backwards that are left.
+
+    At the last stage with one microbatch in flight each backward follows its forward, and both are one program.
+
+    Args:
+        plan: what is run.
+        s: the stage.
+        microbatches: of one of its replicas, in order.
+        ahead: n_s; 1 or more.
+    """
+    if ahead == 1 and s == plan.depth - 1:
+        yield from (Compute("FB", s, k) for k in microbatches)
+        return
+    for n, k in enumerate(microbatches):
+        if n >= ahead:
+            yield Compute("B", s, microbatches[n - ahead])
+        yield Compute("F", s, k)
+    for k in microbatches[max(len(microbatches) - ahead, 0) :]:
+        yield Compute("B", s, k)
+
+
+def pipeline_order(plan: Shape, s: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+    """1F1B with as many in flight as keep every worker busy."""
+    return one_forward_one_backward(plan, s, microbatches, pipeline_in_flight(plan, s))
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
@@ -104,47 +154,3 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[i
     for after, own in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
         ahead.append(1 + -(-ahead[-1] * after // own) + extra)
     return tuple(reversed(ahead))
-
-
-def sync_delay(plan: Shape, s: int) -> int:
-    """How many forwards later than it could a stage reads a new version: 1 where an all-reduce is to be hidden behind one, else 0."""
-    return int(plan.replicas[s] > 1 and not plan.noam)
-
-
-def synchronous_version(plan: Shape, s: int, k: int) -> int:
-    """All microbatches of a batch read the weights of the last update: v = floor(k / m)."""
-    return k // plan.microbatches
-
-
-def delayed_version(plan: Shape, s: int, k: int) -> int:
-    """The newest version there is when a replica of stage s, with n_s in flight, comes to the forward of k.
-
-    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `sync_delay`, M_s = `plan.microbatches_per_update(s)`;
-    floor(max(k - (n_s - 1), 0) / m) in a straight pipeline.
-    """
-    replicas = plan.replicas[s]
-    done = k // replicas - (pipeline_in_flight(plan, s) - 1) - sync_delay(plan, s)
-    return max(done, 0) * replicas // plan.microbatches_per_update(s)
-
-
-def delayed_versions_alive(plan: Shape, s: int, leader: int) -> int:
-    """The version that the next microbatch reads to the newest: ceil((n - 1 + l) / (M / r)) + 1, where n, l and r are those of `leader`.
-
-    Stage s itself, or under vertical sync the first stage, decides which versions are read. A stage that hides a sum (l = 1) holds
-    the last one of them only when it is drained.
-    """
-    replicas = plan.replicas[leader]
-    ahead = (pipeline_in_flight(plan, leader) - 1 + sync_delay(plan, leader)) * replicas
-    return -(-ahead // plan.microbatches_per_update(s)) + 1
-
-
-def no_complaint(plan: Shape) -> str:
-    """Every plan is legal."""
-    return ""
-
-
-def refuse_extra_in_flight(plan: Shape) -> str:
-    """For schedules whose number in flight is fixed."""
-    if plan.extra_in_flight:
-        return f"the schedule '{plan.schedule}' has no in-flight limit to raise: expected extra_in_flight 0, found {plan.extra_in_flight}"
-    return ""

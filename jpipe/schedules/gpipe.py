@@ -11,13 +11,12 @@ Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flig
 Bubble with equal stages: (d - 1) / (m + d - 1). Reference: PipeDream (SOSP 2019), section 2.2, figure 3; Huang et al. 2019.
 """
 
-from jpipe.schedules._schedule import Schedule, refuse_extra_in_flight, synchronous_version
+from jpipe.schedules._schedule import Schedule, one_forward_one_backward
 
 GPIPE = Schedule(
     name="gpipe",
     flushes=True,
+    order=lambda plan, s, microbatches: one_forward_one_backward(plan, s, microbatches, len(microbatches)),
     in_flight=lambda plan, s: plan.microbatches // plan.replicas[s],
-    version=synchronous_version,
-    versions_alive=lambda plan, s: 1,
-    complaint=refuse_extra_in_flight,
+    closed_form="fill and drain",
 )

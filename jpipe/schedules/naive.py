@@ -11,13 +11,12 @@ Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flig
 Reference: the baseline of PipeDream (SOSP 2019), section 2.1, figure 2.
 """
 
-from jpipe.schedules._schedule import Schedule, refuse_extra_in_flight, synchronous_version
+from jpipe.schedules._schedule import Schedule, one_forward_one_backward
 
 NAIVE = Schedule(
     name="naive",
     flushes=True,
+    order=lambda plan, s, microbatches: one_forward_one_backward(plan, s, microbatches, 1),
     in_flight=lambda plan, s: 1,
-    version=synchronous_version,
-    versions_alive=lambda plan, s: 1,
-    complaint=refuse_extra_in_flight,
+    closed_form="serial",
 )

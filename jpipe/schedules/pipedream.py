@@ -20,12 +20,52 @@ Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), where
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
 
-from jpipe.schedules._schedule import Schedule, Shape, delayed_version, delayed_versions_alive, pipeline_in_flight
+from typing import Any
+
+from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipeline_order
 
 
 def _leader(plan: Shape, s: int) -> int:
     """The stage whose number in flight decides the version: the first one under vertical sync, else the stage itself."""
     return 0 if plan.vertical_sync else s
+
+
+def _sync_delay(plan: Shape, s: int) -> int:
+    """How many forwards later than it could a stage reads a new version: 1 where an all-reduce is to be hidden behind one, else 0."""
+    return int(plan.replicas[s] > 1 and not plan.noam)
+
+
+def _version(plan: Shape, s: int, k: int) -> int:
+    """The newest version there is when a replica of stage s, with n_s in flight, comes to the forward of k.
+
+    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
+    floor(max(k - (n_s - 1), 0) / m) in a straight pipeline. Under vertical sync, of the first stage.
+    """
+    leader = _leader(plan, s)
+    replicas = plan.replicas[leader]
+    done = k // replicas - (pipeline_in_flight(plan, leader) - 1) - _sync_delay(plan, leader)
+    return max(done, 0) * replicas // plan.microbatches_per_update(leader)
+
+
+def _versions_alive(plan: Shape, s: int) -> int:
+    leader = _leader(plan, s)
+    return versions_held(
+        pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), plan.microbatches_per_update(s)
+    )
+
+
+def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
+    """The version that the next microbatch reads to the newest: ceil((n - 1 + l) / (M / r)) + 1; of numbers or NumPy arrays.
+
+    A stage that hides a sum (l = 1) holds the last one of them only when it is drained.
+
+    Args:
+        in_flight: n, of the stage whose number decides which versions are read.
+        replicas: r, of that stage.
+        delay: l, of that stage: 1 where it hides a sum over replicas, else 0.
+        microbatches: M, between two updates of the stage that holds them.
+    """
+    return -(-(in_flight - 1 + delay) * replicas // microbatches) + 1
 
 
 def _complaint(plan: Shape) -> str:
@@ -41,8 +81,11 @@ def _complaint(plan: Shape) -> str:
 PIPEDREAM = Schedule(
     name="pipedream",
     flushes=False,
+    order=pipeline_order,
     in_flight=pipeline_in_flight,
-    version=lambda plan, s, k: delayed_version(plan, _leader(plan, s), k),
-    versions_alive=lambda plan, s: delayed_versions_alive(plan, s, _leader(plan, s)),
+    version=_version,
+    versions_alive=_versions_alive,
     complaint=_complaint,
+    options=("extra_in_flight", "vertical_sync", "noam", "update_every"),
+    closed_form="1F1B",
 )

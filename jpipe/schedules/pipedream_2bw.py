@@ -14,7 +14,7 @@ microbatches each, as the paper asks. Reference: PipeDream-2BW (ICML 2021), sect
 
 import math
 
-from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
+from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipeline_order
 
 
 def _too_few_microbatches(plan: Shape) -> str:
@@ -36,8 +36,11 @@ def _too_few_microbatches(plan: Shape) -> str:
 PIPEDREAM_2BW = Schedule(
     name="pipedream_2bw",
     flushes=False,
+    order=pipeline_order,
     in_flight=pipeline_in_flight,
     version=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
     versions_alive=lambda plan, s: 2,
     complaint=_too_few_microbatches,
+    options=("extra_in_flight",),
+    closed_form="1F1B",
 )

@@ -11,13 +11,14 @@ Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flig
 Bubble with equal stages: (d - 1) / (m + d - 1). Reference: PipeDream-2BW (ICML 2021), section 3.2, figure 3.
 """
 
-from jpipe.schedules._schedule import Schedule, no_complaint, pipeline_in_flight, synchronous_version
+from jpipe.schedules._schedule import Schedule, pipeline_in_flight, pipeline_order
 
 PIPEDREAM_FLUSH = Schedule(
     name="pipedream_flush",
     flushes=True,
+    order=pipeline_order,
     in_flight=lambda plan, s: min(pipeline_in_flight(plan, s), plan.microbatches // plan.replicas[s]),
-    version=synchronous_version,
-    versions_alive=lambda plan, s: 1,
-    complaint=no_complaint,
+    options=("extra_in_flight",),
+    closed_form="1F1B",
+    data_parallel=True,
 )

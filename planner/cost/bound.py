@@ -88,7 +88,8 @@ class _Stage:
         self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
         self.own = every // self.replicas  # microbatches of an update at each replica
         # all replicas do and read the same, each for its own microbatches
-        self.order = [(entry.op == "F", entry.microbatch // self.replicas) for entry in rules.order(plan, s, 0, 0, batches)]
+        order = rules.computations(plan, s, 0, 0, batches)
+        self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in entry.op]
         self.versions = [rules.version(plan, s, k) for k in range(0, count, self.replicas)] if self.replicas > 1 else []
         self.arrived: list[float | None] = [None if s else 0.0] * count  # the inputs of each microbatch
         self.returned: list[float | None] = [None if s < plan.depth - 1 else 0.0] * count  # its output gradients

@@ -3,6 +3,7 @@
 All of them take NumPy arrays as well as numbers.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -174,6 +175,70 @@ def naive_price(times: Times, microbatches: Number) -> Price:
     """One microbatch after the other through all stages and back, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
     return _flushed(times, m, lambda times: (m - 1) * times.through)
+
+
+CLOSED_FORMS = {"serial": naive_price, "fill and drain": gpipe_price, "1F1B": flush_price}
+"""The price of a batch with a flush by its shape, `jpipe.schedules.Schedule.closed_form`; `walked_price` is that of any other."""
+
+Orders = tuple[tuple[tuple[str, int], ...], ...]
+"""For each stage what it computes for a batch: (F, B or FB, microbatch)."""
+
+_FEWEST_WALKED = 16  # microbatches, whatever the depth
+
+
+def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Orders]) -> Price:
+    """A batch in any order, computation by computation, then the sums. See `steady_price`.
+
+    Of many microbatches as many are walked through as show how much longer each further one takes.
+
+    Args:
+        times: of the stages and cuts.
+        microbatches: m of each pipeline; its last axis has length 1.
+        orders: gives those of all stages for a number of microbatches.
+    """
+    m = microbatches[..., 0]
+
+    def repeated(times: Times) -> Number:
+        backward = np.broadcast_to(times.backward, (len(m), times.forward.shape[-1]))
+        walked = [_walked_seconds(times._replace(backward=own), count, orders) for own, count in zip(backward, m.tolist(), strict=True)]
+        return np.maximum(np.array(walked) - times.through, (m - 1) * _most(times.both_ways))
+
+    return _flushed(times, m, repeated)
+
+
+def _walked_seconds(times: Times, microbatches: int, orders: Callable[[int], Orders]) -> float:
+    few = len(times.forward) * -(-_FEWEST_WALKED // len(times.forward))
+    if microbatches <= 4 * few:
+        return _walk(times, orders(microbatches))
+    short, long = (_walk(times, orders(count)) for count in (2 * few, 4 * few))
+    return long + (microbatches - 4 * few) * (long - short) / (2 * few)
+
+
+def _walk(times: Times, orders: Orders) -> float:
+    """From the first start of a batch to its last end; each direction of a cut carries one message at a time."""
+    forward, backward, messages, latencies = (part.tolist() for part in (times.forward, times.backward, times.messages, times.latencies))
+    last, clocks, places = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
+    arrived: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is an output gradient, and microbatch
+    free: dict[tuple[int, int], float] = {}  # when the link from a stage to another is
+    ready = deque(range(len(orders)))
+    while ready:
+        s = ready.popleft()
+        while places[s] < len(orders[s]):
+            op, k = orders[s][places[s]]
+            back = op == "B"
+            needed = 0.0 if s == (last if back else 0) else arrived.get((s, back, k))
+            if needed is None:
+                break
+            clocks[s] = max(clocks[s], needed) + (0.0 if back else forward[s]) + (0.0 if op == "F" else backward[s])
+            places[s] += 1
+            to = s + 1 if op == "F" else s - 1
+            if 0 <= to <= last:
+                cut = min(s, to)
+                free[s, to] = max(clocks[s], free.get((s, to), 0.0)) + messages[cut]
+                arrived[to, to < s, k] = free[s, to] + latencies[cut]
+                ready.append(to)
+    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "the schedule's orders wait for each other"
+    return max(clocks)
 
 
 def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:

@@ -97,9 +97,7 @@ def places(plan: jpipe.Plan) -> tuple[int, ...]:
     """The number of each worker's device, as `jpipe.Pipeline` places them on as many devices as there are workers."""
     if plan.placement is not None:
         return tuple(number for stage in plan.placement for number in stage)
-    count = len(plan.workers)
-    order = sorted(range(count), key=lambda w: w if plan.keep_together == "replicas" else (plan.workers[w][1], plan.workers[w][0]))
-    return tuple(int(number) for number in np.argsort(order))
+    return tuple(int(number) for number in np.argsort(plan.placing_order))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:

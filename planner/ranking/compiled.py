@@ -66,7 +66,7 @@ def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
-        fused = s == plan.depth - 1 and ahead == 1  # what stays until the backward is scratch memory of the one program
+        fused = rules.fuses(plan, s)  # what stays until the backward is scratch memory of the one program
         found.append(
             stage_bytes(
                 weights=cost.weights,

@@ -1,6 +1,7 @@
 """The candidates as a picture: predicted throughput against memory, and how even the stages of the chosen plan are."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import jpipe
@@ -12,14 +13,17 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that the colour-blind tell apart, one a schedule, each with its own mark.
-_LOOKS = {
-    "naive": ("#8C8C8C", "v"),
-    "gpipe": ("#F0A830", "s"),
-    "pipedream_flush": ("#009E73", "^"),
-    "pipedream": ("#CC79A7", "D"),
-    "pipedream_2bw": ("#0072B2", "o"),
-}
+# Colours that the colour-blind tell apart, each with its own mark, for the schedules in the order of their registry; then they repeat.
+_LOOKS = (
+    ("#8C8C8C", "v"),
+    ("#F0A830", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#0072B2", "o"),
+    ("#D55E00", "P"),
+    ("#56B4E9", "X"),
+    ("#1A1A1A", "*"),
+)
 _FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
 
 
@@ -55,7 +59,7 @@ def _draw_candidates(
         memory = max((known or candidate).memory)
         fits = candidate.over is None if known is None or limit is None else memory <= limit
         points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
-    for kind, (colour, mark) in _LOOKS.items():
+    for kind, (colour, mark) in zip(jpipe.schedules.SCHEDULES, cycle(_LOOKS), strict=False):
         for fits in (False, True):
             if own := points.get((kind, fits)):
                 axes.scatter(

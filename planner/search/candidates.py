@@ -12,7 +12,7 @@ from planner.profile.profile import Profile
 from planner.search.candidate import Candidate
 from planner.search.paper import search_paper
 from planner.search.parallel import EXTRA, pipelines_seconds, sweep
-from planner.search.partition import Partition, Placed, Problem, evaluate
+from planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate
 from planner.search.pipedream import search
 
 Updates = Literal["batch", "replicas", "text", "code"]
@@ -43,15 +43,11 @@ def find_candidates(
             "text" and "code": by the paper's own recurrence, at the price of its text or of its released code; they update likewise.
     """
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
-    if "pipedream" in schedules:
+    if SCHEDULE.name in schedules:
         found += _pipedream(profile, topology, batch, exact, pipedream)
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
-    return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in ("pipedream_flush", *_only(schedules))]
-
-
-def _only(schedules: Sequence[str]) -> Sequence[str]:
-    """The schedule that is asked for, where it is one."""
-    return schedules if len(schedules) == 1 else ()
+    alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
+    return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
@@ -126,7 +122,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
         sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
     return Candidate(
-        schedule="pipedream",
+        schedule=plan.schedule,
         rows=rows,
         microbatches=plan.microbatches,
         starts=tuple(stage.start for stage in partition.stages),

@@ -15,15 +15,15 @@ from planner.cost.crossings import Crossings
 from planner.cost.memory import stage_bytes, waiting_inputs
 from planner.cost.price import (
     BOUNDS,
+    CLOSED_FORMS,
     Price,
     Times,
     all_reduce_seconds,
-    flush_price,
-    gpipe_price,
-    naive_price,
     paper_price,
     steady_price,
+    walked_price,
 )
+from planner.cost.shape import Flights, Pipelines, batch_orders, flights
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.balance import balance
@@ -82,64 +82,27 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
     backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
     times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
-    legal, in_flight, _ = _flights(candidate.schedule, width, depth, candidate.extra_in_flight, (candidate.microbatches // width,))
-    return float(_price(candidate.schedule, candidate.extra_in_flight, legal, in_flight, times).seconds[0])
+    pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight)
+    return float(_price(pipelines, flights(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
 
-def _price(schedule: str, extra: int, microbatches: tuple[int, ...], in_flight: Any, times: Times) -> Price:
+def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
     """The price of a batch for each number of microbatches of a pipeline."""
-    m = np.array(microbatches)[:, None]
-    if jpipe.schedules.SCHEDULES[schedule].flushes:
-        return {"naive": naive_price, "gpipe": gpipe_price, "pipedream_flush": flush_price}[schedule](times, m)
-    # the first forward that reads a new version: in 2BW that of the next batch but one, else the next forward but one
-    hidden = m - in_flight + 1 if schedule == "pipedream_2bw" else np.ones_like(in_flight)
-    return steady_price(times, m, hidden, extra)
+    m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
+    if not rules.flushes:
+        return steady_price(times, m, flown.hidden, pipelines.extra)
+    if rules.closed_form is None:
+        return walked_price(times, m, lambda count: batch_orders(pipelines, count))
+    return CLOSED_FORMS[rules.closed_form](times, m)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A plan in the numbers that a schedule reads; cheap to make."""
+class _Fit:
+    """For each m that is legal, by stage: what the schedule says, the recomputation that was chosen, the bytes."""
 
-    schedule: str
-    microbatches: int
-    replicas: tuple[int, ...]
-    extra_in_flight: int = 0
-    noam: bool = False
-    vertical_sync: bool = False
-
-    @property
-    def depth(self) -> int:
-        """The number of stages."""
-        return len(self.replicas)
-
-    def microbatches_per_update(self, s: int) -> int:
-        """All stages update with each batch."""
-        return self.microbatches
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """For each m that is legal, by stage: what is in flight, the recomputation that was chosen, the bytes."""
-
-    microbatches: tuple[int, ...]  # of one pipeline
-    in_flight: Any
+    flown: Flights
     policy: Any  # its place in Layers.policies
     memory: Any
-
-
-@cache
-def _flights(schedule: str, width: int, depth: int, extra: int, microbatches: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Any]:
-    """Of numbers of microbatches those that are legal, and for these n_s and the versions alive, by stage."""
-    rules = jpipe.schedules.SCHEDULES[schedule]
-    legal: list[int] = []
-    in_flight, versions = [], []
-    for m in microbatches:
-        shape = Shape(schedule, m * width, (width,) * depth, extra)
-        if legal or not rules.complaint(shape):  # more microbatches than legal ones are legal
-            legal.append(m)
-            in_flight.append([rules.in_flight(shape, s) for s in range(depth)])
-            versions.append([rules.versions_alive(shape, s) for s in range(depth)])
-    return tuple(legal), np.array(in_flight), np.array(versions)
 
 
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
@@ -159,12 +122,17 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
     )
 
 
+def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
+    """How many microbatches more in flight to try."""
+    return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
+
+
 class _Sweep:
     def __init__(self, profile: Profile, topology: Topology, batch: int, exact: bool, schedules: tuple[str, ...], price: str) -> None:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
         self.layers = Layers(profile)
         self.limit = topology.device.memory or np.inf
-        self.tried = tuple((name, extra) for name in schedules for extra in ((0,) if jpipe.schedules.SCHEDULES[name].flushes else EXTRA))
+        self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
@@ -195,12 +163,15 @@ class _Sweep:
             for stages in self.cut(depth, n) if numbers else ():
                 links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
                 for schedule, extra in self.tried:
-                    if depth == 1 and (extra or schedule in ("naive", "gpipe")):
-                        continue  # nothing is in flight: the same as with a flush
-                    fit = self._fit(stages, schedule, width, extra, numbers)
-                    for keep, times in links if fit.microbatches else ():
+                    rules, pipelines = jpipe.schedules.SCHEDULES[schedule], Pipelines(schedule, width, depth, extra)
+                    if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
+                        continue  # the same as another one, for nothing is in flight
+                    fit = self._fit(stages, pipelines, numbers)
+                    if fit is None:
+                        continue
+                    for keep, times in links:
                         chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
-                        yield from self._priced(stages, rows, schedule, width, extra, keep, fit, chosen)
+                        yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
         """The numbers of microbatches of a pipeline to try: powers of two, those times the depth, and the most."""
@@ -216,11 +187,12 @@ class _Sweep:
         cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
-    def _fit(self, stages: Stages, schedule: str, width: int, extra: int, numbers: tuple[int, ...]) -> _Fitted:
-        """Take for each stage the first policy that fits, else the smallest."""
-        legal, in_flight, versions = _flights(schedule, width, len(stages.starts), extra, numbers)
-        if not legal:
-            return _Fitted((), None, None, None)
+    def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
+        """Take for each stage the first policy that fits, else the smallest; None: no number of microbatches is legal."""
+        flown, width = flights(pipelines, numbers), pipelines.width
+        if not flown.microbatches:
+            return None
+        in_flight = flown.in_flight
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
             stages.weights,
@@ -231,32 +203,30 @@ class _Sweep:
             stages.outputs,
             stages.temporary[:, None],
             stages.labels,
-            versions=versions,
+            versions=flown.versions,
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
-        return _Fitted(legal, in_flight, policy, np.take_along_axis(memory, policy[None], 0)[0])
+        return _Fit(flown, policy, np.take_along_axis(memory, policy[None], 0)[0])
 
-    def _seconds(self, schedule: str, extra: int, fit: _Fitted, times: Times) -> Price:
+    def _seconds(self, pipelines: Pipelines, flown: Flights, times: Times) -> Price:
         """The price of a batch."""
         if self.price == "closed form":
-            return _price(schedule, extra, fit.microbatches, fit.in_flight, times)
-        m, depth = np.array(fit.microbatches)[:, None], fit.policy.shape[1]
-        rounds = m * depth if schedule == "naive" else m + depth - 1 if jpipe.schedules.SCHEDULES[schedule].flushes else m
+            return _price(pipelines, flown, times)
+        m, depth, rules = np.array(flown.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
+        rounds = m * depth if rules.closed_form == "serial" else m + depth - 1 if rules.flushes else m
         return paper_price(times, m, rounds[:, 0])
 
-    def _priced(
-        self, stages: Stages, rows: int, schedule: str, width: int, extra: int, keep: Any, fit: _Fitted, times: Times
-    ) -> Iterator[Candidate]:
-        price = self._seconds(schedule, extra, fit, times)
-        numbers, depth = np.array(fit.microbatches), len(stages.starts)
+    def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
+        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
+        numbers = np.array(fit.flown.microbatches)
         busy = width * (numbers * times.own.sum(1) + stages.update.sum())
         sums = 2 * (width - 1) * stages.weights.sum() / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
-            fit.microbatches,
+            fit.flown.microbatches,
             price.seconds.tolist(),
             (1 - busy / (width * depth * price.seconds)).tolist(),
             fit.policy.tolist(),

@@ -13,9 +13,14 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
+from jpipe.schedules.pipedream import PIPEDREAM, versions_held
 from planner.cost.memory import stage_bytes, waiting_inputs
 from planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
+from planner.cost.shape import Shape
 from planner.machine.topology import Topology
+
+SCHEDULE = PIPEDREAM
+"""That of all answers."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,14 @@ class Problem:
         return replicas if self.microbatches == "replicas" else self.microbatches
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
-        """Weight versions alive at a stage, as `jpipe.schedules.SCHEDULES["pipedream"]` has it; for arrays too."""
-        late = replicas > 1
-        return -(-(in_flight - 1 + late) * replicas // self.microbatches_per_update(replicas)) + 1
+        """Weight versions alive at a stage; for arrays too."""
+        return versions_held(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
+
+    def shape(self, replicas: tuple[int, ...]) -> Shape:
+        """What the schedule reads of an answer with so many replicas of each stage."""
+        every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
+        m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
+        return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
 
 
 class Placed(NamedTuple):
@@ -132,15 +142,15 @@ class Partition:
             ids: of the layers, in order.
             problem: of which this is an answer.
         """
-        paper = problem.microbatches == "replicas"
+        shape = problem.shape(tuple(s.replicas for s in self.stages))
         stages = [{"layers": tuple(ids[s.start : s.stop]), "replicas": s.replicas, "recompute": s.recompute} for s in self.stages]
         return jpipe.Plan(
-            schedule="pipedream",
-            microbatches=math.lcm(*(s.replicas for s in self.stages)) if paper else problem.microbatches,
+            schedule=shape.schedule,
+            microbatches=shape.microbatches,
             stages=stages,
-            update_every="replicas" if paper else "batch",
+            update_every=shape.update_every,
             sync_state=problem.sync_state,
-            extra_in_flight=problem.extra_in_flight,
+            extra_in_flight=shape.extra_in_flight,
         )
 
 
@@ -186,9 +196,8 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         problem: the costs.
         stages: all layers in order.
     """
-    in_flight = [1]  # as `jpipe.schedules.SCHEDULES["pipedream"]` has it
-    for stage, after in reversed(list(pairwise(stages))):
-        in_flight.insert(0, 1 + -(-in_flight[0] * after.replicas // stage.replicas) + problem.extra_in_flight)
+    shape = problem.shape(tuple(stage.replicas for stage in stages))
+    in_flight = [SCHEDULE.in_flight(shape, s) for s in range(len(stages))]
     held = []
     for s, (stage, ahead) in enumerate(zip(stages, in_flight, strict=True)):
         own = problem.layers[stage.start : stage.stop]
@@ -208,7 +217,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 outputs=0 if last else own[-1].outputs,
                 temporary=max(layer.temporary for layer in own) + again,
                 labels=problem.labels if last else 0,
-                versions=problem.versions(ahead, stage.replicas),
+                versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
             )

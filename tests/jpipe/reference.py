@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-FLUSHING = ("naive", "gpipe", "pipedream_flush")
+from jpipe.schedules import SCHEDULES
+
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
@@ -33,7 +35,7 @@ def every(plan, s: int) -> int:
 
 def version(plan, s: int, k: int) -> int:
     """How many updates the weights have seen that microbatch k reads at stage s."""
-    if plan.schedule in FLUSHING:
+    if plan.schedule not in ASYNCHRONOUS:
         return k // plan.microbatches
     if plan.schedule == "pipedream_2bw":
         return max(k // plan.microbatches - 1, 0)
@@ -49,7 +51,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     Replicas average their layer state whenever the pipeline is empty: after each batch if it flushes, else after the batches `drained`.
     """
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
-    fused = plan.schedule != "gpipe" or m == replicas[last]  # the backward follows its forward at once at the last stage
+    fused = SCHEDULES[plan.schedule].fuses(plan, last)  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].sums for w in workers] for workers in plan.stage_workers]

@@ -78,7 +78,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
         JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
     for drains in (set(), drain_after):
-        always = range(REFERENCE_BATCHES) if plan.schedule in reference.FLUSHING else [*drains, REFERENCE_BATCHES - 1]
+        always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
         state, losses, weights = models.copied(fresh), {}, {}
         for t, batch in enumerate(batches):

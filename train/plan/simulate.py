@@ -115,8 +115,10 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
             f"{batches} batches; use fewer of one"
         )
-    at_once = plan.depth * plan.microbatches if plan.schedule == "naive" else plan.depth + plan.microbatches
-    ticks = 4 * batches * at_once * len(plan.workers)  # more than there will be
+    in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, 0) * plan.replicas[0]
+    full = in_flight >= min(plan.depth, plan.microbatches)  # all stages compute at a time
+    passes = plan.depth + plan.microbatches if full else -(-plan.depth * plan.microbatches // in_flight)
+    ticks = 4 * batches * passes * len(plan.workers)  # more than there will be
     if ticks > MOST_TICKS:
         raise jpipe.InputError(
             f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all workers, found up to {ticks:,}, for {len(plan.workers)} "

@@ -102,7 +102,7 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
 def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
     """What each stage holds only while a program runs: its scratch memory, and what forward and backward in one use up."""
     found = [cost.temporary for cost in costs]
-    if jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, plan.depth - 1) == 1:
+    if jpipe.schedules.SCHEDULES[plan.schedule].fuses(plan, plan.depth - 1):
         found[-1] += costs[-1].inputs + costs[-1].labels
     return found
 

@@ -38,7 +38,7 @@ def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
     """The fields of any legal plan of any schedule; the plan is built in the test, for hypothesis wants no run-time type checks here."""
     fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
     depth, m = draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches))
-    extra = draw(st.integers(0, 2)) if fields["schedule"] not in ("naive", "gpipe") else 0
+    extra = draw(st.integers(0, 2)) if "extra_in_flight" in SCHEDULES[fields["schedule"]].options else 0
     if fields["schedule"] == "pipedream_2bw":
         m = max(m, depth, (1 + extra) * (depth - 1))
     recompute = draw(st.sampled_from(["none", "full"]))
@@ -54,7 +54,7 @@ def replicated_plans(draw) -> dict:
         fields["noam"] = draw(st.booleans())
         if not fields.get("vertical_sync"):
             fields["update_every"] = draw(st.sampled_from(["batch", "replicas"]))
-    if fields["schedule"] not in ("naive", "gpipe") and not fields.get("noam"):
+    if "extra_in_flight" in SCHEDULES[fields["schedule"]].options and not fields.get("noam"):
         fields["extra_in_flight"] = draw(st.integers(0, 2))
     times = draw(st.integers(1, 4))
     if fields["schedule"] == "pipedream_2bw":  # more than enough in flight

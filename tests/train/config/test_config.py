@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jpipe import InputError
+from jpipe import InputError, Plan
 from planner.machine.plain_yaml import parse
 from train.config import config_file
-from train.config.config import Config
+from train.config.config import Config, PlanConfig
 
 GPT_BYTES = Path(__file__).parents[3] / "configs" / "gpt-bytes.yaml"
 
@@ -49,6 +49,15 @@ def test_keys_of_arguments_stay_the_numbers_they_are(write):
 def test_the_shipped_config_names_every_key():
     given = yaml.safe_load(GPT_BYTES.read_text())
     assert config_file.load(GPT_BYTES).model_dump() == given
+
+
+def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
+    options = {name: field for name, field in Plan.model_fields.items() if not field.is_required()}
+    own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
+    assert list(own) == [name for name in options if name not in ("format", "placement", "predicted")]
+    for name, field in own.items():
+        assert (field.annotation, field.default) == (options[name].annotation, options[name].default)
+        assert set(map(repr, field.metadata)) <= set(map(repr, options[name].metadata))
 
 
 def test_an_empty_file_is_all_defaults(write):

@@ -1,0 +1,114 @@
+"""A plan in the numbers that a schedule reads, without layers, and what the schedule says of equal pipelines side by side."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import jpipe
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What `jpipe.schedules.Schedule` reads of a plan; cheap to make.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        microbatches: as in `jpipe.Plan`, like those below.
+        replicas: of each stage.
+    """
+
+    schedule: str
+    microbatches: int
+    replicas: tuple[int, ...]
+    extra_in_flight: int = 0
+    noam: bool = False
+    vertical_sync: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+
+    @property
+    def depth(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    def microbatches_per_update(self, s: int) -> int:
+        """How many microbatches an update of stage s sees."""
+        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+
+
+class Pipelines(NamedTuple):
+    """Equal pipelines side by side that update together, without microbatches.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        width: how many there are.
+        depth: how many stages each has.
+        extra: extra_in_flight.
+    """
+
+    schedule: str
+    width: int
+    depth: int
+    extra: int
+
+    def shape(self, microbatches: int) -> Shape:
+        """All of them, with so many microbatches each."""
+        return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
+
+
+class Flights(NamedTuple):
+    """What a schedule says of pipelines, for some numbers of microbatches and, in the arrays, for each stage.
+
+    Attributes:
+        microbatches: of one pipeline; those that are legal.
+        in_flight: n_s.
+        versions: weight versions alive.
+        hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
+    """
+
+    microbatches: tuple[int, ...]
+    in_flight: Any
+    versions: Any
+    hidden: Any
+
+
+@cache
+def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
+    """Ask a schedule.
+
+    Args:
+        pipelines: what it is to run.
+        microbatches: numbers of them for one pipeline, from small to large.
+    """
+    rules, stages = jpipe.schedules.SCHEDULES[pipelines.schedule], range(pipelines.depth)
+    legal: list[int] = []
+    in_flight, versions, hidden = [], [], []
+    for m in microbatches:
+        shape = pipelines.shape(m)
+        if legal or not rules.complaint(shape):  # more microbatches than legal ones are legal
+            legal.append(m)
+            in_flight.append([rules.in_flight(shape, s) for s in stages])
+            versions.append([rules.versions_alive(shape, s) for s in stages])
+            hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
+    return Flights(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
+
+
+def _hidden(shape: Shape, s: int, in_flight: int) -> int:
+    """From the end of the first batch at a replica, where it has done all forwards that it may, to the one that reads the update."""
+    rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
+    if rules.flushes or replicas == 1:  # nothing hides, or there is no sum
+        return 1
+    done, most = shape.microbatches // replicas - 1 + in_flight, 1
+    while not rules.version(shape, s, (done + most) * replicas):
+        most *= 2
+    return bisect_left(range(most), 1, key=lambda more: rules.version(shape, s, (done + more) * replicas))
+
+
+@lru_cache(maxsize=64)
+def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """For each stage of one of the pipelines what it computes for a batch: (op, microbatch), counted from 0 without gaps."""
+    shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
+    orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
+    return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

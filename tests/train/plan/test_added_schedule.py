@@ -1,0 +1,73 @@
+"""A schedule in a file and a line in the registry, and nothing else: it is planned, drawn, simulated, trained and reported."""
+
+import random
+
+import pytest
+import yaml
+
+import jpipe
+from planner.ranking import table
+from planner.ranking.choose import choose
+from planner.ranking.draw import draw_choice
+from planner.search.candidates import find_candidates
+from planner.search.parallel import sweep
+from tests.planner.test_parallel import gpt, levels, price
+from tests.train.conftest import changed
+from train import cli
+from train.run import loop
+
+TOPOLOGY = levels((2, 20_000.0, 0.02), (2, 5_000.0, 0.1))
+
+
+@pytest.fixture(autouse=True)
+def schedule(two_by_two):
+    return two_by_two.name
+
+
+@pytest.mark.parametrize("batch", [12, 400])  # in 400 rows are more microbatches than are walked through
+def test_it_is_priced_like_its_simulation(schedule, batch):
+    profile = gpt(6, head=0.5)
+    candidates = sweep(profile, TOPOLOGY, batch, schedules=[schedule])
+    assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
+    for candidate in random.Random(2).sample(candidates, 12):
+        assert candidate.seconds == pytest.approx(price(profile, TOPOLOGY, candidate), rel=0.01)
+
+
+def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
+    found = sweep(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
+    seconds = {c.schedule: c.seconds for c in found if c.microbatches == 10**6 and c.depth == 4}
+    assert seconds[schedule] == pytest.approx(seconds["pipedream_flush"], rel=1e-4)  # the slowest stage is always busy in both
+
+
+def test_it_is_ranked_and_drawn_among_the_others(schedule):
+    profile = gpt(4)
+    candidates = find_candidates(profile, TOPOLOGY, 8, schedules=tuple(jpipe.schedules.SCHEDULES))
+    assert {candidate.schedule for candidate in candidates} == set(jpipe.schedules.SCHEDULES)
+    choice = choose(profile, TOPOLOGY, [c for c in candidates if c.schedule in (schedule, "gpipe")], most=2)
+    own = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
+    assert own.samples_per_second > 0
+    assert any(schedule in row for row in table.rows(choice, len(choice.ranked)))
+    scatter = draw_choice(choice, candidates, own).axes[0]
+    labels = [text.get_text() for text in scatter.get_legend().get_texts()]
+    assert set(jpipe.schedules.SCHEDULES) <= set(labels)
+    colours = {tuple(points.get_facecolor()[0][:3]) for points in scatter.collections if points.get_label() in jpipe.schedules.SCHEDULES}
+    assert len(colours) == len(jpipe.schedules.SCHEDULES)
+
+
+def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    picture = tmp_path / "grid.png"
+    assert cli.main(["simulate", str(path), "--set", f"plan.schedule={schedule}", "--png", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{schedule}: 2 stages, 2 microbatches per batch" in printed
+    assert "worker 1 |    . F0.0 F1.0 B0.0 - B1.0* -" in printed
+    assert picture.stat().st_size > 0
+
+
+def test_a_run_of_it_is_reported(schedule, tiny):
+    summary = loop.main(changed(tiny, train={"steps": 6, "eval_every": 50}, plan={"schedule": schedule}))
+    assert schedule in (summary.folder / "report.html").read_text()
+    assert (summary.folder / "timeline.png").stat().st_size > 0
+    assert summary.predicted.timeline[0][0][:3] == summary.measured.timeline[0][0][:3]
+    assert jpipe.Plan.from_json((summary.folder / "plan.json").read_text()).schedule == schedule
