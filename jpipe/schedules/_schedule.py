@@ -30,7 +30,10 @@ class Shape(Protocol):
 class Compute(NamedTuple):
     """One entry of an order: a forward (F), a backward (B), or both as one program (FB), of a microbatch at a stage.
 
-    FB is for the last stage, where a backward needs nothing but its forward.
+    Attributes:
+        op: FB is for the last stage, where a backward needs nothing but its forward.
+        stage: counts from 0.
+        microbatch: counts from 0, over all batches.
     """
 
     op: Literal["F", "B", "FB"]

@@ -111,7 +111,7 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(names)), names if len(names) <= 24 else [str(s) for s in range(len(names))], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{unit} a microbatch of {rows_of(chosen.candidate.rows)}, shared by the replicas", fontsize=9)
+    axes.set_xlabel(f"{unit} per microbatch of {rows_of(chosen.candidate.rows)}, shared by the replicas", fontsize=9)
     axes.set_title("balance of the stages", loc="left", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
 

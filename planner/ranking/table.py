@@ -104,7 +104,7 @@ def what_would_fit(choice: Choice) -> list[str]:
         untried.append("a schedule with one weight version")
     change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
     return [
-        f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} a microbatch, where stage {stage} "
+        f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} per microbatch, where stage {stage} "
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
         f"what would make it fit: {change}",
     ]

@@ -59,7 +59,7 @@ def main(
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
     workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
-    sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} a batch", count(shown, "batch", "es")
+    sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} per batch", count(shown, "batch", "es")
     return "\n".join(
         [
             f"{plan.schedule}: {', '.join(sizes)}",

@@ -11,7 +11,7 @@ from planner.ranking.choose import choose
 from planner.ranking.draw import draw_choice
 from planner.search.candidates import find_candidates
 from planner.search.parallel import sweep
-from tests.planner.test_parallel import gpt, levels, price
+from tests.planner.search.test_parallel import gpt, levels, price
 from tests.train.conftest import changed
 from train import cli
 from train.run import loop
