@@ -25,9 +25,9 @@ from jpipe._layers import LayerStack
 from jpipe._lower import lower_evaluation
 from jpipe._metrics import Board, Evaluation, Metrics
 from jpipe._optimizer import LayerwiseOptimizer, find_layerwise
-from jpipe._placement import checked_devices, place
+from jpipe._placement import checked_devices, device_names, place
 from jpipe._plain import Plain, filled
-from jpipe._plan import Plan
+from jpipe._plan import Plan, html_of_plan
 from jpipe._processes import Processes
 from jpipe._program import Program, Send
 from jpipe._runtime import Found, Observer, read_data, run
@@ -133,9 +133,19 @@ class Pipeline:
         self._steps = Steps(plan, clip_global_norm is not None)
 
     def __repr__(self) -> str:
+        return f"Pipeline({self.plan!r}{self._facts()})"
+
+    def _repr_html_(self) -> str:
+        devices = None  # before it is compiled, they may not be there
+        if self._spec is not None:
+            names = device_names(self.devices)
+            devices = [names[device] for device in self.devices]
+        return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
+
+    def _facts(self) -> str:
         where = "not compiled yet" if self._spec is None else f"compiled for microbatches of {describe(self._spec)}"
         clips = "" if self.clip_global_norm is None else f", clip_global_norm={self.clip_global_norm:g}"
-        return f"Pipeline({self.plan!r}{clips}, {where})"
+        return f"{clips}, {where}"
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
