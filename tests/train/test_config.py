@@ -254,8 +254,8 @@ LAYERS = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
         (["plan.num_stages=2"], [3, 3]),
         (["plan.num_stages=1"], [6]),
         (["plan.layer_costs={}"], [2, 2, 1, 1]),
-        (["plan.layer_costs={block_3: 4}"], [2, 2, 1, 1]),
-        (["plan.layer_costs={block_1: 4, block_2: 4}"], [1, 1, 1, 3]),
+        (["plan.layer_costs={embed: 5}", "plan.num_stages=2"], [1, 5]),
+        (["plan.layer_costs={block_1: 4, block_2: 4}"], [2, 1, 1, 2]),
     ],
 )
 def test_stages_are_cut_to_cost_alike(overrides, sizes):
