@@ -17,7 +17,7 @@ endef
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
-train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about two minutes
+train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
 test: .venv/ready ## Run the tests but the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)

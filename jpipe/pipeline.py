@@ -17,7 +17,7 @@ from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe.model._stack import LayerStack
-from jpipe.plan import Plan
+from jpipe.plan import Plan, html_of_plan
 from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
 from jpipe.processes.handshake import find_secret
@@ -28,7 +28,7 @@ from jpipe.programs._steps import Steps
 from jpipe.runtime._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._placement import checked_devices, place
+from jpipe.runtime._placement import checked_devices, device_names, place
 from jpipe.runtime._plain import Plain, filled
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState
@@ -142,9 +142,19 @@ class Pipeline:
         self._steps = Steps(plan, clip_global_norm is not None)
 
     def __repr__(self) -> str:
+        return f"Pipeline({self.plan!r}{self._facts()})"
+
+    def _repr_html_(self) -> str:
+        devices = None  # before it is compiled, they may not be there
+        if self._spec is not None:
+            names = device_names(self.devices)
+            devices = [names[device] for device in self.devices]
+        return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
+
+    def _facts(self) -> str:
         where = "not compiled yet" if self._spec is None else f"compiled for microbatches of {describe(self._spec)}"
         clips = "" if self.clip_global_norm is None else f", clip_global_norm={self.clip_global_norm:g}"
-        return f"Pipeline({self.plan!r}{clips}, {where})"
+        return f"{clips}, {where}"
 
     # What a user calls -------------------------------------------------------------------------------------------------
 

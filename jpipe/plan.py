@@ -12,6 +12,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from jpipe._html import html_table
 from jpipe.errors import InputError, explain, nearest, short, shortened
 from jpipe.schedules import SCHEDULES
 
@@ -278,11 +279,17 @@ class Plan(pydantic.BaseModel):
 
     def __repr__(self) -> str:
         stages = shortened([f"[{shortened(s.layers)}]" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in self.stages])
-        special = (name for name, field in Plan.model_fields.items() if not field.is_required() and getattr(self, name) != field.default)
-        options = "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted"))
-        return f"Plan({self.schedule}, {self.microbatches} microbatches, {self.depth} stages: {stages}{options})"
+        return f"Plan({self.schedule}, {self.microbatches} microbatches, {self.depth} stages: {stages}{self._options()})"
 
     __str__ = __repr__
+
+    def _options(self) -> str:
+        special = (name for name, field in Plan.model_fields.items() if not field.is_required() and getattr(self, name) != field.default)
+        return "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted"))
+
+    def _repr_html_(self) -> str:
+        devices = None if self.placement is None else [str(number) for numbers in self.placement for number in numbers]
+        return html_of_plan(self, "Plan", devices=devices)
 
     def check_layers(self, ids: Sequence[str]) -> None:
         """Refuse a plan for another model.
@@ -323,6 +330,24 @@ class Plan(pydantic.BaseModel):
             return cls(**data)
         except InputError as error:
             raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
+
+
+def html_of_plan(plan: Plan, name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
+    """The stages of a plan as a table for a notebook, the rest in its caption.
+
+    Args:
+        plan: what to show.
+        name: of what has the plan.
+        facts: what else to say of it, from a comma on.
+        devices: the device of each worker; None: no such column.
+    """
+    caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{plan._options()}{facts}"
+    head = ["stage", "layers", "replicas", "recompute", *(() if devices is None else ("devices",))]
+    rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
+    if devices is not None:
+        for row, workers in zip(rows, plan.stage_workers, strict=True):
+            row.append(shortened([devices[w] for w in workers]))
+    return html_table(caption, head, rows)
 
 
 def _layer_ids(layers: Any) -> Sequence[str]:

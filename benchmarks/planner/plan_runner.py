@@ -27,7 +27,7 @@ from train.assemble import gpt
 from train.config.config import ModelConfig
 from train.report.report import unseen_bytes
 
-MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # of configs/gpt-bytes.yaml
+MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # configs/gpt-bytes.yaml with one block less
 BATCH, SIZES = 32, (4, 8, 16)
 _LONG = 600.0  # seconds without progress that the profile may take
 

@@ -69,7 +69,7 @@ def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
         devices: of each worker, as `place` gives them.
     """
     several = len({device.process_index for device in devices}) > 1
-    names = _names(devices)
+    names = device_names(devices)
     cells = [f"w{w} {f'p{device.process_index} ' if several else ''}{names[device]}" for w, device in enumerate(devices)]
     rows = [[cells[w] for w in workers] for workers in plan.stage_workers]
     columns = max(len(row) for row in rows)
@@ -83,7 +83,7 @@ def _everywhere() -> list[jax.Device]:
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
-def _names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
+def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
     """By device its platform and its number. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
     numbers = {device: number for number, device in enumerate(_everywhere())}
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
@@ -107,6 +107,6 @@ def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
     """The workers and the devices, one under the other."""
     workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
     of: dict[int, list[str]] = {}
-    for device, name in _names(devices).items():
+    for device, name in device_names(devices).items():
         of.setdefault(device.process_index, []).append(name)
     return ["workers:", *workers, "devices:", *(f"  process {p}: {' '.join(names)}" for p, names in of.items())]

@@ -5,7 +5,14 @@ from typing import Any
 
 import jax
 
+from jpipe._html import html_table, size
+
 Tree = Any
+
+
+def _nbytes(tree: Tree) -> int:
+    """Bytes of the arrays in a tree; one that is there twice counts once."""
+    return sum({id(leaf): getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)}.values())
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +40,13 @@ class WorkerState:
     def __repr__(self) -> str:
         held = f"versions {', '.join(map(str, sorted(self.versions)))}" if self.versions else "already consumed"
         return f"WorkerState({held}; {len(self.buffers)} buffers)"
+
+    def cells(self) -> tuple[str, ...]:
+        """Its versions and how many bytes it holds of what, as text, for a table."""
+        if not self.versions:
+            return "already consumed", *("–",) * 4
+        parts = self.versions, self.optimizer, (self.sums, self.layer_state), self.buffers
+        return ", ".join(map(str, sorted(self.versions))), *(size(_nbytes(part)) for part in parts)
 
     def taken(self) -> "WorkerState":
         """The same content in dicts of its own; the dicts of this one are emptied.
@@ -71,5 +85,13 @@ class State:
     made_by: tuple[tuple[str, str], ...] = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
+        return f"State({self._facts()})"
+
+    def _repr_html_(self) -> str:
+        head = "worker", "weight versions", "weights", "optimizer state", "sums and layer state", "buffers"
+        rows = [[str(w), *worker.cells()] for w, worker in enumerate(self.workers)]
+        return html_table(f"State: {self._facts()}", head, rows)
+
+    def _facts(self) -> str:
         flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"
-        return f"State(before batch {self.batch}, {flight}, {len(self.workers)} workers)"
+        return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"

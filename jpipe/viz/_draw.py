@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jpipe._html import size
 from jpipe.errors import InputError
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 
@@ -112,7 +113,7 @@ def draw_memory(
             _time_axis(axes, lengths, scale)
             axes.set_ylim(0, 1.35 * (highest or 1))  # room for the peak's number
             axes.locator_params(axis="y", nbins=3)
-            axes.yaxis.set_major_formatter(lambda size, _: _bytes(size))
+            axes.yaxis.set_major_formatter(lambda count, _: size(count))
             axes.tick_params(labelsize=_INSIDE)
     _legend(figure, _LEFT, {"weights (a shade a version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
     return figure
@@ -196,7 +197,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
     axes.annotate(
-        f"peak {_bytes(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
+        f"peak {size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
         ha="right", va="bottom", size=_INSIDE,
     )  # fmt: skip
 
@@ -204,13 +205,6 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
 def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
     """An area in steps: each value holds until the next time."""
     axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
-
-
-def _bytes(size: float) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.0f} B"
 
 
 # Both ------------------------------------------------------------------------------------------------------------------

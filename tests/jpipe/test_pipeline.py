@@ -1,5 +1,7 @@
 """The user's object: states, metrics, evaluation, parameters."""
 
+from xml.etree import ElementTree
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,6 +242,46 @@ def test_what_users_print_is_one_short_line():
         "[layer 6, layer 7] × 2, …, [layer 998, layer 999] × 2, vertical_sync=True)"
     )
     assert repr(many) == str(many) == expected
+
+
+def shown_table(html: str) -> tuple[str, list[list[str]]]:
+    """Caption and rows of the table that a notebook would show."""
+    shown = ElementTree.fromstring(html)
+    return shown.findtext("p"), [[cell.text for cell in row] for row in shown.iter("tr")]
+
+
+def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
+    pipe = pipeline("pipedream_2bw")
+    stages = [["0", "track, noise", "1", "none"], ["1", "mix", "1", "none"], ["2", "out", "1", "none"]]
+    caption, (head, *rows) = shown_table(pipe.plan._repr_html_())
+    assert (caption, head) == ("Plan: pipedream_2bw, 4 microbatches, 3 stages", ["stage", "layers", "replicas", "recompute"])
+    assert rows == stages
+    assert shown_table(pipe._repr_html_()) == (f"Pipeline: {caption.removeprefix('Plan: ')}, not compiled yet", [head, *rows])
+    state = fresh(pipe, BATCHES)
+    caption, (head, *rows) = shown_table(pipe._repr_html_())
+    assert "compiled for microbatches of" in caption
+    assert (head[-1], [row[-1] for row in rows]) == ("devices", ["cpu:0", "cpu:1", "cpu:2"])
+    for batch in BATCHES[:2]:
+        state, _ = pipe.step(state, batch)
+    caption, (head, *rows) = shown_table(state._repr_html_())
+    assert caption == "State: before batch 2, in flight since batch 0, 3 workers"
+    assert head == ["worker", "weight versions", "weights", "optimizer state", "sums and layer state", "buffers"]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.versions)) for worker in state.workers]
+    assert [row[2] for row in rows] == [f"{size} B" for size in weights]
+    assert [row[1] for row in rows] == ["0, 1", "0, 1", "1, 2"]
+    pipe.drain(state)
+    assert [row[1:] for row in shown_table(state._repr_html_())[1][1:]] == [["already consumed", "–", "–", "–", "–"]] * 3
+
+
+def test_a_notebooks_table_escapes_names_and_stays_short():
+    plan = Plan.even(["<script>", "&amp;", *(f"layer {i}" for i in range(98))], 100, "pipedream", 4, replicas=2, vertical_sync=True)
+    caption, (_, *rows) = shown_table(plan._repr_html_())
+    assert caption == "Plan: pipedream, 4 microbatches, 100 stages, vertical_sync=True"
+    assert (rows[0][1], rows[1][1], rows[-2], rows[-1][:2]) == ("<script>", "&amp;", ["…"] * 4, ["99", "layer 97"])
+    assert len(rows) == 40
+    placed = Plan(**plan.model_dump() | {"stages": plan.stages[:2], "placement": [[0, 3], [1, 2]]})
+    assert [row[-1] for row in shown_table(placed._repr_html_())[1]] == ["devices", "0, 3", "1, 2"]
 
 
 def test_evaluation_of_a_batch_without_weight_is_zero():

@@ -1,6 +1,7 @@
 """From a config to a pipeline and its batches: plan, model, data, optimizer, each checked before a device works."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 import jpipe
 from jpipe.files import expanded, read_text
 from planner.machine.local import host_memory, usable_cores
+from planner.search.balance import balance
 from train.assemble import data, labels, model
 from train.assemble.optimizer import optimizer
 from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig
@@ -72,14 +74,25 @@ def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[s
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
-    """The plan in `config.file`, or even stages.
+    """The plan in `config.file`, or even stages: of equally many layers, or of equal cost where `config.layer_costs` names layers.
 
     Raises:
         jpipe.InputError: a file that cannot be read or is no plan; keys that make no legal plan.
     """
-    if config.file is None:
-        return jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file"}))
-    return read_plan(config.file)
+    if config.file is not None:
+        return read_plan(config.file)
+    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs"}))
+    if not config.layer_costs:
+        return plan
+    for layer_id in config.layer_costs:
+        if layer_id not in plan.layers:
+            raise jpipe.InputError(
+                f"plan.layer_costs: layer '{layer_id}' is not in the model; {jpipe.errors.nearest(layer_id, plan.layers)}"
+            )
+    starts = balance([config.layer_costs.get(layer_id, 1.0) for layer_id in plan.layers], plan.depth)
+    layers = (plan.layers[first:end] for first, end in itertools.pairwise((*starts, None)))
+    stages = tuple(stage.model_copy(update={"layers": ids}) for stage, ids in zip(plan.stages, layers, strict=True))
+    return plan.model_copy(update={"stages": stages})
 
 
 def read_plan(file: str) -> jpipe.Plan:

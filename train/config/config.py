@@ -185,11 +185,13 @@ class LossConfig(_OwnCode):
 class PlanConfig(_Section):
     """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
 
-    The keys are the arguments of `jpipe.Plan.even`. With "auto" as the file the run begins with finding the best plan.
+    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
+    stages of equal cost. With "auto" as the file the run begins with finding the best plan.
     """
 
     schedule: str = "pipedream_2bw"
     num_stages: Count = 4
+    layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
     replicas: int | list[int] = 1
     recompute: str | list[str] = "none"

@@ -10,6 +10,7 @@ import yaml
 
 from jpipe import InputError, Plan
 from planner.machine.plain_yaml import parse
+from train.assemble.build import make_plan
 from train.config import config_file
 from train.config.config import Config, PlanConfig
 
@@ -249,3 +250,34 @@ def test_a_file_that_is_no_text(tmp_path):
         config_file.load(tmp_path / "binary.yaml")
     with pytest.raises(InputError, match="cannot read the config: Is a directory"):
         config_file.load(tmp_path)
+
+
+LAYERS = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ([], [2, 1, 1, 2]),
+        (["plan.num_stages=3", "plan.recompute=[full, none, full]"], [2, 2, 2]),
+        (["plan.num_stages=2"], [3, 3]),
+        (["plan.num_stages=1"], [6]),
+        (["plan.layer_costs={}"], [2, 2, 1, 1]),
+        (["plan.layer_costs={embed: 5}", "plan.num_stages=2"], [1, 5]),
+        (["plan.layer_costs={block_1: 4, block_2: 4}"], [2, 1, 1, 2]),
+    ],
+)
+def test_stages_are_cut_to_cost_alike(overrides, sizes):
+    config = config_file.load(GPT_BYTES, overrides).plan
+    plan = make_plan(config, LAYERS)
+    assert plan.layers == LAYERS
+    assert sum(sizes) == len(LAYERS)
+    assert [len(stage.layers) for stage in plan.stages] == sizes
+    assert [stage.recompute for stage in plan.stages] == (config.recompute if isinstance(config.recompute, list) else ["none"] * len(sizes))
+
+
+def test_the_costs_of_layers_that_are_not_there_are_refused():
+    with pytest.raises(InputError, match=r"^plan\.layer_costs: layer 'hed' is not in the model; did you mean 'head'\?$"):
+        make_plan(config_file.load(GPT_BYTES, ["plan.layer_costs={hed: 1}"]).plan, LAYERS)
+    with pytest.raises(InputError, match=r"plan\.layer_costs\.head: expected greater than or equal to 0, found -1"):
+        config_file.load(GPT_BYTES, ["plan.layer_costs={head: -1}"])
