@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -109,10 +110,10 @@ def check_close(found, expected, tolerance: float = 1e-12) -> None:
 
 
 def check_equal(found, expected) -> None:
-    """The same tree, the same bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        a, b = (leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in (a, b))
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)
+    """The same tree of the same shapes, dtypes and values."""
+    chex.assert_trees_all_equal(jax.tree.map(_plain, found), jax.tree.map(_plain, expected), strict=True)
+
+
+def _plain(leaf):
+    is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
