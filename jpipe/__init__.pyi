@@ -2,13 +2,14 @@ from . import checkpoints, errors, files, model, plan, processes, programs, runt
 from .errors import InputError
 from .model._layer import Layer
 from .model._stack import LayerStack
-from .pipeline import Pipeline, join_processes
+from .pipeline import Pipeline
 from .plan import Plan, Stage
 from .processes._membership import PeerLost
 from .programs._costs import Link
 from .programs._lower import lower
 from .programs._simulate import simulate
 from .runtime._host_memory import keep_freed_memory
+from .runtime._join import join_processes
 from .runtime._metrics import Evaluation, Mean, Metrics
 from .runtime._state import State
 from .runtime._trace import Tracer

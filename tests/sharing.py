@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jpipe import pipeline
-from jpipe.stages import _compile
+from jpipe.stages import _builder, _compile
 from jpipe.stages import _functions as _stage
 from train.assemble import build, model
 
@@ -57,18 +57,18 @@ def shared(patch: pytest.MonkeyPatch) -> None:
 
     share(_compile, "_lower_call", lambda f, device, name, layers: ((f.stage.layers, device, name, tuple(layers)), f))
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
-    share(pipeline, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
-    share(pipeline, "find_layerwise", lambda rule, params: (tuple(params), rule, params))
+    share(_builder, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
+    share(_builder, "find_layerwise", lambda rule, params: (tuple(params), rule, params))
     share(pipeline, "measure_bytes", lambda f, recomputes: ((f.stage.layers, recomputes), f))
     share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
     # What users name may be another function in the next test: only what is built in is shared.
     share(model, "layers", lambda config: None if config.target else (repr(config), model.gpt.gpt))
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))
-    interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), pipeline.Pipeline._functions
+    interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 
-    def functions(self: Any, batch: Any) -> list[Any]:
-        found = functions_of(self, batch)
+    def functions(self: Any, spec: Any) -> list[Any]:
+        found = functions_of(self, spec)
         found[:] = [interned(f) for f in found]  # what they know of themselves is worked out once, too
         return found
 
-    patch.setattr(pipeline.Pipeline, "_functions", functions)
+    patch.setattr(_builder.StageBuilder, "build", functions)

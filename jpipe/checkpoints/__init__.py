@@ -15,12 +15,13 @@ import numpy as np
 from jpipe.checkpoints import files
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
-from jpipe.pipeline import Pipeline, join_processes
+from jpipe.pipeline import Pipeline
 from jpipe.processes._membership import Processes
-from jpipe.runtime._batch import Batch
+from jpipe.runtime._join import join_processes
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, layer_of
 from jpipe.runtime._state import State
+from jpipe.stages._batch import Batch
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
 

@@ -1,13 +1,21 @@
-"""Everything that changes in a run, as one immutable pytree."""
+"""Everything that changes in a run, as one immutable pytree, and which pipeline made it."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jpipe._html import html_table, size
+from jpipe.errors import InputError
+from jpipe.model._layer import describe
+from jpipe.plan import Plan
+from jpipe.stages._batch import Batch
+from jpipe.stages._functions import StageFunctions
 
 Tree = Any
+Fingerprint = tuple[tuple[str, str], ...]
 
 
 def _nbytes(tree: Tree) -> int:
@@ -75,14 +83,14 @@ class State:
         batch: index of the next batch.
         start: the batch before which the pipeline was last empty.
         averaged: whether replicas that are to average their layer state have done so.
-        made_by: what its pipeline is, by name: another one refuses the state.
+        made_by: the fingerprint of the pipeline that made it; another pipeline refuses the state.
     """
 
     workers: tuple[WorkerState, ...]
     batch: int = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
     averaged: bool = field(metadata={"static": True}, default=True)
-    made_by: tuple[tuple[str, str], ...] = field(metadata={"static": True}, default=())
+    made_by: Fingerprint = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
         return f"State({self._facts()})"
@@ -95,3 +103,71 @@ class State:
     def _facts(self) -> str:
         flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"
         return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
+
+
+def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, functions: Sequence[StageFunctions]) -> Fingerprint:
+    """What decides the content of a state, by name.
+
+    Args:
+        plan: of the pipeline.
+        devices: of each worker.
+        spec: of a microbatch.
+        functions: of each stage.
+    """
+    fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
+    stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
+    recompute = ("recompute", ", ".join(stage.recompute for stage in plan.stages))
+    weights = [(f.specs.params, f.specs.state) for f in functions]
+    optimizer = [f.optimizer_spec for f in functions]
+    return (
+        *((name, str(value)) for name, value in fields),
+        *stages,
+        recompute,
+        ("devices", ", ".join(map(str, devices))),
+        ("microbatch", describe(spec)),
+        ("microbatch in full", _shapes(spec)),
+        ("weights and layer state", _shapes(weights)),
+        ("optimizer state", _shapes(optimizer)),
+    )
+
+
+def check_state(state: State, own: Fingerprint | None) -> None:
+    """Refuse a state that a call has consumed, or that another pipeline made than the one with the fingerprint `own`.
+
+    Raises:
+        InputError: says in what the two pipelines differ.
+    """
+    if not isinstance(state, State):
+        raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
+    if own is None:
+        raise InputError("state: this pipeline did not make it; call init first")
+    if state.made_by != own:
+        raise InputError(
+            f"state: another pipeline made it: {_difference(state.made_by, own)}; "
+            "make one with init, or take a snapshot of the other run and restore it here"
+        )
+    if any(_is_used_up(worker) for worker in state.workers):
+        raise InputError("state: step or drain has already consumed it; go on with the state that call returned")
+
+
+def _shapes(tree: Tree) -> str:
+    """A hash of a tree's structure, shapes and dtypes."""
+    leaves = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree.leaves_with_path(tree)]
+    return f"of shapes with the hash {hashlib.sha256(repr(leaves).encode()).hexdigest()[:8]}"
+
+
+def _difference(made_by: Fingerprint, own: Fingerprint) -> str:
+    """The first entry in which two fingerprints differ."""
+    there, here = dict(made_by), dict(own)
+    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
+    return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+
+
+def _short(text: str | None) -> str:
+    return "absent" if text is None else text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _is_used_up(worker: WorkerState) -> bool:
+    """Whether a run took what it held, or donated the arrays that a copy of it shares."""
+    donated = jax.tree.leaves(worker.sums)[:1] + jax.tree.leaves(worker.optimizer)[:1]
+    return not worker.versions or any(leaf.is_deleted() for leaf in donated)

@@ -62,7 +62,7 @@ class Schedule:
     d = `plan.depth`; all count from 0. Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
-    schedule that flushes. `tests/jpipe/numbers/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
+    schedule that flushes. `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
 
     Attributes:
         name: what plans call it.

@@ -246,6 +246,18 @@ def stage_functions(
     return functions
 
 
+def check_metrics(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
+    """Refuse metrics that do not fit the outputs and labels of the last stage.
+
+    Raises:
+        InputError: names the metric.
+    """
+    if metrics:
+        outputs = last.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
+        for name, metric in metrics.items():
+            check_summed(metric, f"metrics: '{name}'", last, outputs)
+
+
 def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree) -> None:
     """Refuse a loss or a metric that does not take the outputs and labels of the last stage.
 

@@ -116,4 +116,4 @@ def check_equal(found, expected) -> None:
 
 def _plain(leaf):
     is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return jax.random.key_data(leaf) if is_key else leaf

@@ -78,7 +78,7 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
     for layer_id, params in pipe.params(state).items():
         found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    for w, worker in zip(pipe._stages, state.workers, strict=True):
+    for w, worker in zip(pipe._executor.stages, state.workers, strict=True):
         for path, leaf in jax.tree.leaves_with_path(worker.layer_state):
             found[f"state of worker {w}{jax.tree_util.keystr(path)}"] = leaf
     return {name: np.asarray(value) for name, value in found.items()}
@@ -109,13 +109,13 @@ def refusal() -> str:
 
 
 def train_all(count: int, file: str) -> None:
-    from jpipe import pipeline
+    from jpipe.runtime import _executor
 
     mine = CASES[count] if count > 1 else {name: fields for cases in CASES.values() for name, fields in cases.items()}
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
-        pipeline.Transport = functools.partial(pipeline.Transport, threads=False)
+        _executor.Transport = functools.partial(_executor.Transport, threads=False)
         inline = [case for case in INLINE if case in mine]
         found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
     np.savez(file, **found)

@@ -26,7 +26,7 @@ from train.console import interrupt
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_THE_USERS = (
     "<",  # of no file
-    *(str(Path(module).parent) + os.sep for module in (__file__, jpipe.__file__)),
+    *(str(package) + os.sep for package in (Path(__file__).parents[1], Path(jpipe.__file__).parent)),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 

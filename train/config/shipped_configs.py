@@ -9,7 +9,7 @@ from jpipe.errors import nearest
 from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def list_all(say: Callable[[str], None]) -> None:

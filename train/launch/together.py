@@ -222,7 +222,7 @@ def _own_code(module: str) -> str:
 def _code() -> str:
     """A digest of the source of jpipe, of its planner and of this application."""
     digest = hashlib.sha256()
-    for package in (Path(jpipe.__file__).parent, Path(planner.__file__).parent, Path(__file__).parent):
+    for package in (Path(jpipe.__file__).parent, Path(planner.__file__).parent, Path(__file__).parents[1]):
         for file in sorted(package.rglob("*.py")):
             digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

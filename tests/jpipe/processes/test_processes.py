@@ -26,7 +26,7 @@ from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
 from jpipe.runtime import _metrics, _transport
 
-PROGRAM = Path(__file__).parents[1] / "joined.py"
+PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
 SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
 

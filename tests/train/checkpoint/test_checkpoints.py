@@ -30,7 +30,7 @@ class Heard(jpipe.processes.Processes):
 
 
 class Taken(jpipe.runtime.Snapshot):
-    """A cut that is there at once and holds nothing."""
+    """A snapshot that is complete at once and holds nothing."""
 
     complete = True
 
@@ -47,7 +47,7 @@ class Pipe(jpipe.Pipeline):
     def __init__(self):
         pass
 
-    def cut(self, batch):
+    def snapshot(self, batch):
         return Taken(batch)
 
 

@@ -116,7 +116,9 @@ def test_a_scan_over_layers_leaves_no_weights_behind():
     saved = jax.eval_shape(functions.forward, functions.specs.params, *functions.specs.arguments, functions.specs.draw)[2]
     assert [leaf.shape for leaf in saved] == [(5, 4, 3)]  # the activations of the five layers; their kernels are (5, 3, 3)
     state = pipe.init(jax.random.key(0), batch)
-    flops = {name: call.cost_analysis()["flops"] for name, call in pipe._stages[0].calls.items() if name in ("forward", "backward")}
+    flops = {
+        name: call.cost_analysis()["flops"] for name, call in pipe._executor.stages[0].calls.items() if name in ("forward", "backward")
+    }
     assert flops["backward"] < 2.5 * flops["forward"]  # two products a layer: the forward that is traced again is not run again
     pipe.step(state, batch)
 

@@ -14,7 +14,7 @@ NAME, WHERE, INDEX, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.
 if not NAME.startswith("jax"):
     # Without the package's own imports: the side channel needs no JAX, and these processes start in a moment.
     sys.modules["jpipe"] = types.ModuleType("jpipe")
-    sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[2] / "jpipe")]
+    sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[3] / "jpipe")]
 
 import jpipe.processes._membership  # noqa: E402 - after the stand-in
 from jpipe.errors import InputError  # noqa: E402 - after the stand-in

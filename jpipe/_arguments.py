@@ -1,0 +1,69 @@
+"""What a user gives to a pipeline, checked. Each function raises `InputError` for what does not fit."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.errors import InputError, nearest
+from jpipe.model._layer import LayerSpec, key_spec
+from jpipe.plan import Plan
+from jpipe.runtime._plain import filled
+from jpipe.schedules import SCHEDULES
+from jpipe.stages._functions import Loss
+
+Tree = Any
+
+
+def as_key(key: Any) -> jax.Array:
+    """A typed key of JAX's default kind; an old-style `jax.random.PRNGKey` is wrapped."""
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
+        return jax.random.wrap_key_data(key)
+    if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
+        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {found}")
+    return key
+
+
+def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
+    """The parameters of all layers: arrays where they are given, else shapes."""
+    if not isinstance(params, Mapping):
+        raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
+    for layer_id in params:
+        if layer_id not in specs:
+            raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
+    return {layer_id: filled(spec.params, params.get(layer_id, {}), f"params: layer '{layer_id}'") for layer_id, spec in specs.items()}
+
+
+def check_observer(observe: Any) -> None:
+    if observe is not None and not callable(observe):
+        raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
+
+
+def check_clipping(clip_global_norm: Any, plan: Plan) -> None:
+    if not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf:
+        raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
+    if SCHEDULES[plan.schedule].flushes:
+        return
+    flushing = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
+    if "vertical_sync" in SCHEDULES[plan.schedule].options and not plan.vertical_sync:
+        why = "weight stashing cannot clip: its first stages know the norm only after its last ones had to update"
+    else:
+        why = f"clipping with the asynchronous schedule '{plan.schedule}' is not supported"
+    raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
+
+
+def checked_metrics(metrics: Any) -> dict[str, Loss]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InputError(f"metrics: expected a dict of functions by name, found {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not callable(metric):
+            raise InputError(
+                f"metrics: expected a function by name, found {name!r}: {type(metric).__name__}; give (outputs, labels) -> (sum, weight)"
+            )
+    return dict(metrics)

@@ -1,0 +1,77 @@
+"""The functions of all stages of a plan, for batches of any shape."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._stack import LayerStack
+from jpipe.plan import Plan
+from jpipe.schedules import SCHEDULES
+from jpipe.stages._batch import Batch
+from jpipe.stages._functions import Loss, StageFunctions, stage_functions
+from jpipe.stages._gradients import check_gradients
+
+Tree = Any
+
+
+class StageBuilder:
+    """Makes the functions of each stage, and checks that model, plan, loss and optimizer fit each other and the batch.
+
+    Keeps its last answer: building traces the whole model.
+
+    Args:
+        stack: the model.
+        plan: its stages.
+        loss: `(outputs, labels) -> (sum of the losses, weight)`.
+        optimizer: probed once for each model; batches of other shapes may make other parameters.
+        clip_global_norm: the norm to which gradients are clipped, if any.
+    """
+
+    def __init__(
+        self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, clip_global_norm: float | None
+    ) -> None:
+        self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
+        self._clip_global_norm = clip_global_norm
+        self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
+        self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
+
+    def build(self, spec: Batch) -> list[StageFunctions]:
+        """The functions of each stage.
+
+        Args:
+            spec: shapes and dtypes of one microbatch, (inputs, labels).
+
+        Raises:
+            InputError: layers or a loss that do not fit, or an optimizer that cannot be applied layer by layer.
+        """
+        known = spec, jax.dtypes.canonicalize_dtype(np.float64)  # losses are summed in it
+        if self._built is not None and self._built[0] == known:
+            return self._built[1]
+        inputs, labels = spec
+        layers = self._stack.specs(inputs)
+        unprobed = LayerwiseOptimizer(self._optimizer, {})  # a wrong loss is reported before a wrong optimizer
+        functions = []
+        for stage in self._plan.stages:
+            scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
+            options = {"clip_global_norm": self._clip_global_norm, "update_scale": scale, "average_state": self._average_state}
+            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
+        check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
+        layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
+        self._built = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
+        return self._built[1]
+
+    @property
+    def _average_state(self) -> Literal["update", "read"] | None:
+        """When replicas average their layer state: with each update where the pipeline flushes, for there it changes no order."""
+        if not self._plan.sync_state:
+            return None
+        return "update" if SCHEDULES[self._plan.schedule].flushes else "read"
+
+    def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
+        if self._probed is None or self._probed[0] != params:
+            self._probed = params, find_layerwise(self._optimizer, params)
+        return self._probed[1]
