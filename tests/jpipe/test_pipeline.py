@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, State
-from jpipe.pipeline import _checked_metrics
+from jpipe._arguments import checked_metrics
 from jpipe.programs._instructions import Backward, Forward, ForwardBackward, Update
 from tests.jpipe import models
 from tests.jpipe.running import check_equal, fresh, layer_state, train
@@ -224,7 +224,7 @@ def test_a_metric_that_does_not_fit_is_refused(metric, message):
 )
 def test_metrics_that_are_no_functions_by_name_are_refused(metrics, message):
     with pytest.raises(InputError, match=message):
-        _checked_metrics(metrics)
+        checked_metrics(metrics)
 
 
 def test_what_users_print_is_one_short_line():
