@@ -66,18 +66,19 @@ def nothing_shared(made_once, monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of each test that is marked `thinned`, mark all combinations `slow` but so many that each value, or pair of values, is in one."""
+    """Of each test that is marked `thinned`, mark all combinations `slow` but a few; see the markers in pyproject.toml."""
     matrices = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("thinned") and hasattr(item, "callspec"):
             matrices[item.nodeid.split("[")[0]].append(item)
     for cases in matrices.values():
-        size = cases[0].get_closest_marker("thinned").kwargs.get("size", 1)
+        options = cases[0].get_closest_marker("thinned").kwargs
+        size, most = options.get("size", 1), options.get("most", len(cases))
         values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
         covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
         left = set().union(*covers.values())
         slow = dict.fromkeys(cases)
-        while left:
+        while left and len(cases) - len(slow) < most:
             best = max(slow, key=lambda item: len(covers[item] & left))
             left -= covers[best]
             del slow[best]

@@ -55,6 +55,7 @@ def test_a_model_of_ones_own_takes_fifteen_lines():
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
     """All snippets of a page are one script; a text block right below one is what that one prints."""

@@ -1,7 +1,7 @@
 """The program that the tests of several processes run in each of them, and how they start it.
 
-`python -m tests.jpipe.several train ADDRESS COUNT INDEX FILE` trains the cases for COUNT processes, one after the other, and writes all
-that it found to FILE; with COUNT 1 those of every count, all workers in one process. `endless` trains one case until it is killed.
+`python -m tests.jpipe.several train CASES ADDRESS COUNT INDEX FILE` trains the cases for CASES processes, one after the other, and writes
+all that it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed.
 """
 
 import atexit
@@ -108,10 +108,10 @@ def refusal() -> str:
     return ""
 
 
-def train_all(count: int, file: str) -> None:
+def train_all(cases: int, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
-    mine = CASES[count] if count > 1 else {name: fields for cases in CASES.values() for name, fields in cases.items()}
+    mine = CASES[cases]
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
@@ -133,7 +133,7 @@ def train_endlessly(file: str) -> None:
             Path(file).touch()
 
 
-def main(what: str, address: str, count: int, index: int, file: str) -> None:
+def main(what: str, cases: int, address: str, count: int, index: int, file: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})  # with other numbers of threads, XLA's sums may differ in the last bit
     if (count, index) == (2, 1):
@@ -149,18 +149,18 @@ def main(what: str, address: str, count: int, index: int, file: str) -> None:
         jax.distributed.initialize(address, count, index)
     if what == "endless":
         train_endlessly(file)
-    train_all(count, file)
+    train_all(cases, count, file)
     if (count, index) == (4, 1):
         raise ValueError("nobody catches this")
 
 
 @contextlib.contextmanager
-def started(what: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
-    """That many processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
+def started(what: str, cases: int, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
+    """`count` processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-    program = [sys.executable, "-m", "tests.jpipe.several", what, address, str(count)]
+    program = [sys.executable, "-m", "tests.jpipe.several", what, str(cases), address, str(count)]
     processes = []
     try:
         for index in range(count):
@@ -176,4 +176,4 @@ def started(what: str, count: int, folder: Path) -> Iterator[list[subprocess.Pop
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])

@@ -295,6 +295,7 @@ def jpipe_process(*arguments: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_a_readable_folder(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 1_000_000, "eval_every": 1_000_000})) as process:
         for line in process.stdout:
@@ -402,6 +403,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("module", ["tyro", "jax", "grain"])
 def test_ctrl_c_during_imports_ends_cleanly(write_config, module):
     command = [sys.executable, "-c", PROGRAM_PRESSING_AT_AN_IMPORT, module, "train", write_config()]

@@ -94,6 +94,6 @@ def test_parameters_go_by_their_paths():
 )
 def test_parameters_of_another_model_are_refused_before_anything_is_compiled(params, message, monkeypatch):
     pipe = pipeline()
-    monkeypatch.setattr(pipe, "_prepare", lambda batch: pytest.fail("compiled"))
+    monkeypatch.setattr(pipe, "_compile", lambda batch: pytest.fail("compiled"))
     with pytest.raises(InputError, match=message):
         begun(pipe, params)

@@ -150,6 +150,7 @@ def test_what_cannot_be_an_optimizer_of_a_pipeline_is_refused(optimizer, message
         find_layerwise(optimizer, SPECS)
 
 
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("name", SPLIT)
 def test_layer_by_layer_gives_the_updates_of_the_whole(name):
     """Not the probe's own numbers: other shapes, other gradients, optax called as a user would call it."""

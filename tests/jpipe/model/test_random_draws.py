@@ -79,6 +79,7 @@ def test_a_draw_depends_on_the_id_of_the_layer_and_not_on_its_position():
     assert run(("b",), 4) != run(("b",), 5)
 
 
+@pytest.mark.slow
 def test_initial_weights_do_not_depend_on_the_cut_the_schedule_or_the_other_layers():
     stack = models.rich_stack()
     found = []

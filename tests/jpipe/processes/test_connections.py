@@ -390,6 +390,7 @@ def happened(tmp_path_factory):
     return said, (folder / "output").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
 def test_three_processes(happened, scenario):

@@ -115,6 +115,7 @@ def test_strangers_are_dropped_and_harm_nobody(tmp_path):
             assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {told}\n")
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("victim", "by", "how"),
     [(2, signal.SIGKILL, ENDED), (0, signal.SIGKILL, ENDED), (2, signal.SIGSTOP, SILENT), (0, signal.SIGSTOP, SILENT)],

@@ -63,7 +63,7 @@ def measured_and_predicted(plan) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):
@@ -80,6 +80,7 @@ def test_measured_peak_of_replicas_that_flush_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
+@pytest.mark.slow
 def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     """A step takes what it can still get before it ends, the next batch's input comes after that: a message may wait longer."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))

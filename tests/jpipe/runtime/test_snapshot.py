@@ -64,6 +64,7 @@ def trained(pipe, state, batches, cuts=()):
     return losses, pipe.params(state), running.layer_state(state), found
 
 
+@pytest.mark.thinned(most=6)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_from_a_cut_is_the_run_that_went_on(name):
     plan = plan_of(PLANS[name])

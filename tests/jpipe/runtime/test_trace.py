@@ -38,6 +38,7 @@ def traced(variant, steps, devices=None, clip=None):
     return plan, pipe, batches[0], tracer.finish(), state
 
 
+@pytest.mark.thinned(most=3)
 @pytest.mark.newest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_trace_holds_what_the_schedule_says(variant):
@@ -57,6 +58,7 @@ def test_a_trace_holds_what_the_schedule_says(variant):
         assert start >= before
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_measured_memory_is_the_predicted_one(variant):
     """After each computation of each worker, part by part; the order of the workers among each other does not matter."""

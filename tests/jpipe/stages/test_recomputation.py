@@ -17,7 +17,7 @@ def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipelin
     return Pipeline(stack, plan, models.masked_squares, models.momentum())
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
@@ -27,6 +27,7 @@ def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
     assert found.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.newest), *POLICIES[1:]])
 def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(recompute, float64):
     """Under stashing both have moved on by the time of the backward: the recomputed forward must see the old ones."""

@@ -33,7 +33,7 @@ def norms_of(pipe, batches):
     return norms
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=1)
 @pytest.mark.newest
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("schedule", FLUSHING)
@@ -49,7 +49,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
     check_close(train(pipe, batches), train_as_one_function(pipe, batches))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1), (1, 1, 1, 1)])
 def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):

@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan
-from jpipe.pipeline import _as_key
+from jpipe._arguments import as_key
 from jpipe.programs._instructions import Update
 from tests.jpipe.models import batches_of, momentum, plain_stack, squares
 from tests.jpipe.running import check_equal, train
@@ -160,7 +160,7 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
 )
 def test_what_is_no_key(key, found):
     with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {found}"):
-        _as_key(key)
+        as_key(key)
 
 
 def test_an_old_style_key_is_the_same_as_a_new_one():

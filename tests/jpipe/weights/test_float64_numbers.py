@@ -58,7 +58,7 @@ OPTIMIZERS = {  # each made once, so that what is traced with it is traced once
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_optimizers_by_layer_equal_optax_on_the_whole_tree(variant, optimizer):
@@ -128,7 +128,7 @@ def merge(x):
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["pipedream_flush", pytest.param("pipedream", marks=pytest.mark.newest), "pipedream_2bw"])
 def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):

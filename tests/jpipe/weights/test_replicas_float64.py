@@ -42,6 +42,7 @@ def pipeline(plan, **options) -> Pipeline:
     return Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.workers), **options)
 
 
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize(
     ("variant", "replicas", "times"),
     [
@@ -79,6 +80,7 @@ def test_clipping_by_the_global_norm_equals_optax_on_the_whole_tree(replicas):
     assert min(norms) < 2.5 < max(norms), "some batches are clipped, some are not"
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream_flush", "pipedream_2bw"])
 def test_parallel_pipelines_change_nothing(variant):
     replicated, straight = plan_of((2, 2), variant, 2), plan_of((1, 1), variant, 4)
@@ -86,6 +88,7 @@ def test_parallel_pipelines_change_nothing(variant):
     check_close(train(pipeline(replicated), batches), train(pipeline(straight), batches))
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
 def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(scales):
     """2-1-1 of the original PipeDream: stage 0 updates after two microbatches and reads late, the others after each one."""

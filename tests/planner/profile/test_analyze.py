@@ -60,7 +60,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["none", "full", "dots_with_no_batch_dims_saveable"])
 def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):

@@ -51,6 +51,7 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
         assert found >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
+@pytest.mark.slow
 def test_a_plan_fits_up_to_its_last_byte():
     most = max(proved("gpipe")[0].ranked.memory)
     assert proved("gpipe", memory=most)[0].fits

@@ -34,6 +34,7 @@ def forget() -> None:
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_the_second_run_finds_its_programs_and_gives_the_same_numbers(tiny, tmp_path, capsys):
     rows, said = [], []

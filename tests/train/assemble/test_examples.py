@@ -29,7 +29,8 @@ def test_each_has_a_config_and_a_line_in_the_readme():
     assert set(named) == {path.stem for path in (ROOT / "examples").glob("*.yaml")} == set(STEPS)
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name != "mlp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_it_learns_from_its_config(name, tmp_path):
     config = ROOT / "examples" / f"{name}.yaml"
     assert f"# Command:  jpipe train examples/{name}.yaml --allow-code\n" in config.read_text()
@@ -39,7 +40,7 @@ def test_it_learns_from_its_config(name, tmp_path):
     assert rows[-1]["val_loss"] < 0.75 * rows[0]["val_loss"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mlp")) for name in STEPS])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name != "mlp")])
 def test_it_runs_from_python(name, capsys):
     losses = []
     for steps in (1, STEPS[name]):

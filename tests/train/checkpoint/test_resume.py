@@ -75,6 +75,7 @@ def check_equal(found, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -206,6 +206,7 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
     def write(folder, step, layers, process):
         raise OSError(28, "No space left on device")

@@ -191,6 +191,7 @@ def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
     return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
 
 
+@pytest.mark.slow
 def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_what_they_need():
     arguments = command(LETTERS, plan={"num_stages": 4}, train={"trace_batches": 2})
     code, out, err = done("launch", "-n", "4", "--", *arguments)
@@ -230,6 +231,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_written():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
@@ -279,6 +281,7 @@ def line_of(key: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
@@ -288,6 +291,7 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     assert told == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_all_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1

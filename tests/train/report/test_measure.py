@@ -92,6 +92,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
     assert windows(monkeypatch, tiny, steps=30, every=10, batches=0) == []
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.newest
 @pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
 def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
