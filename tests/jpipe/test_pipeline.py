@@ -304,7 +304,7 @@ def test_params_survive_the_steps_after(variant):
     assert set(params) == set(STACK.ids)
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_caller_may_overwrite_its_batch_at_once(variant):
     """As a loader does that fills one buffer again and again. Large rows, so that a copy made late would be seen."""
@@ -325,7 +325,7 @@ def test_the_caller_may_overwrite_its_batch_at_once(variant):
     check_equal(pipe.params(state), expected.params)
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_the_placement_does_not_change_the_numbers(variant):
     expected = train(pipeline(variant), BATCHES)
@@ -351,6 +351,7 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
             assert after.instruction.version == before.instruction.version + 1
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("other", "message"),
     [

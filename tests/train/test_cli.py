@@ -411,6 +411,7 @@ def test_ctrl_c_during_imports_ends_cleanly(write_config, module):
     assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted before the run began\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_fresh_process_makes_its_own_devices(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 2})) as process:

@@ -91,6 +91,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.thinned(most=6)
 @pytest.mark.parametrize("name", SPLIT)
 def test_optimizers_that_treat_every_layer_by_itself_are_taken(name):
     """Layer by layer, and in the structure of the whole model only where a tree needs that."""

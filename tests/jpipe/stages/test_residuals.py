@@ -74,7 +74,7 @@ def shapes(tree) -> set:
     return {leaf.shape for leaf in jax.tree.leaves(tree)}
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=2)
 @pytest.mark.newest
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable", "nothing_saveable", "everything_saveable"])
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen"), ("scanned", "nnx", "linen")], ids="-".join)

@@ -25,7 +25,7 @@ def check_against_one_function(plan, *, stack=STACK, loss=models.masked_squares,
     return found
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize(
     ("variant", "d", "m", "extra"),
     [(variant, 3, 4, 0) for variant in models.VARIANTS]
@@ -128,7 +128,7 @@ def merge(x):
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["pipedream_flush", pytest.param("pipedream", marks=pytest.mark.newest), "pipedream_2bw"])
 def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):

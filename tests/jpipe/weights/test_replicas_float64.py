@@ -42,7 +42,7 @@ def pipeline(plan, **options) -> Pipeline:
     return Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.workers), **options)
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("variant", "replicas", "times"),
     [
@@ -88,7 +88,7 @@ def test_parallel_pipelines_change_nothing(variant):
     check_close(train(pipeline(replicated), batches), train(pipeline(straight), batches))
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
 def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(scales):
     """2-1-1 of the original PipeDream: stage 0 updates after two microbatches and reads late, the others after each one."""

@@ -22,7 +22,7 @@ def test_round_robin_equals_the_sequential_reference_bit_for_bit(replicas):
     check_against_reference(STACK, plan_of(replicas, "pipedream"), drain_after={2, 3})
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize(
     ("replicas", "times", "fields"),
     [

@@ -40,7 +40,8 @@ def test_it_learns_from_its_config(name, tmp_path):
     assert rows[-1]["val_loss"] < 0.75 * rows[0]["val_loss"]
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name != "mlp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_it_runs_from_python(name, capsys):
     losses = []
     for steps in (1, STEPS[name]):

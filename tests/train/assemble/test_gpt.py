@@ -22,7 +22,7 @@ def test_layers_in_order():
     assert gpt.gpt(ModelConfig(depth=2)).ids == ("embed", "block_0", "block_1", "head")
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("compute_dtype", "promotion"), [("float32", "strict"), ("bfloat16", "standard")])
 def test_a_byte_changes_no_logits_before_it(compute_dtype, promotion):
     config = ModelConfig(depth=2, width=16, heads=2, seq_len=8, compute_dtype=compute_dtype)

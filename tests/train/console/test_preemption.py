@@ -228,6 +228,7 @@ def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM came; not starting again\n" if expected else "")
 
 
+@pytest.mark.slow
 def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = changed(saved, train={"steps": ENDLESS, "eval_every": ENDLESS})

@@ -217,6 +217,7 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     assert [row["step"] for row in several] == list(range(10))
 
 
+@pytest.mark.slow
 def test_replicas_in_two_processes_log_what_one_process_logs():
     arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
     code, out, err = done("launch", "-n", "2", "--", *arguments)

@@ -81,6 +81,7 @@ def test_on_a_narrow_terminal_the_table_goes_on_below():
     assert shown == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
+@pytest.mark.slow
 def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(files, capsys):
     planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
     assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0
