@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,70 +34,90 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         InputError: the constructor fails or returns something else; when it is traced, a forward that changes what is no array.
     """
 
-    def build(key: jax.Array) -> Any:  # checked below: the constructor is the caller's
-        module = constructor(rngs=nnx.Rngs(key))
-        if not isinstance(module, nnx.Module):
-            raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
-        _mark_arrays(module)
-        _set_to_train(module)
-        return module
-
-    def split(module: nnx.Module) -> Any:
-        return nnx.split(module, nnx.Param, nnx.RngState, ...)
-
     graphs: dict[bool, Any] = {}
     classes: list[Any] = []
 
     def trace(key: jax.Array) -> Any:  # not nnx.eval_shape, which loses arrays that are in no nnx.Variable
-        module = build(key)
+        module = _build(layer_id, constructor, key)
         classes.append(type(module))
-        graphs[True], *parts = split(module)
+        graphs[True], *parts = _split(module)
         module.eval()
-        graphs[False] = split(module)[0]
+        graphs[False] = _split(module)[0]
         return parts
 
     with callers_code(lambda error: f"layer '{layer_id}': its constructor fails: {cause(error)}; fix it there"):
-        abstract = jax.eval_shape(trace, key_spec())
+        specs = jax.eval_shape(trace, key_spec())
     # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
     mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)
-    params_form, rng_form, state_form = (jax.tree.structure(part) for part in abstract)
-    rng_specs = jax.tree.leaves(abstract[1])
+    functions = _Functions(layer_id, constructor, graphs, mode, *specs)
+    return Layer(functions.init, functions.apply, stochastic=bool(jax.tree.leaves(functions.rng_specs)))
 
-    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        _, params, _, state = split(build(key))
+
+@dataclass(frozen=True)
+class _Functions:
+    """A module as pure functions.
+
+    Attributes:
+        layer_id: for messages.
+        constructor: takes `rngs`.
+        graphs: what is no array, in training (True) and in evaluation (False).
+        mode: the arguments of a call that say whether it trains.
+        params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
+    """
+
+    layer_id: str
+    constructor: Callable[..., nnx.Module]
+    graphs: dict[bool, Any]
+    mode: Callable[[bool], dict[str, Any]]
+    params_specs: Any
+    rng_specs: Any
+    state_specs: Any
+
+    def init(self, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        _, params, _, state = _split(_build(self.layer_id, self.constructor, key))
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
-    def rng_state(key: jax.Array | None) -> list[jax.Array]:
+    def apply(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        y, module = self._forward(params, state, x, key, train)
+        _, new_params, _, new_state = _split(module)
+        if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
+            _refuse_learning(self.layer_id, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
+        return y, nnx.to_pure_dict(new_state) if train else state
+
+    def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
+        """The output, and the module after it."""
+        specs = self.params_specs, self.rng_specs, self.state_specs
+        leaves = jax.tree.leaves(params), self._rng_state(key), jax.tree.leaves(state)
+        parts = (jax.tree.unflatten(jax.tree.structure(spec), own) for spec, own in zip(specs, leaves, strict=True))
+        module = nnx.merge(self.graphs[train], *parts)
+        before = _static_attributes(module)
+        y = module(x, **self.mode(train))
+        _refuse_changed(self.layer_id, before, _static_attributes(module))
+        return y, module
+
+    def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
         """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
         base = jax.random.key(0) if key is None else key  # in evaluation nothing is drawn
         return [
             _keys_like(spec, jax.random.fold_in(base, i))
             if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
             else jnp.zeros(spec.shape, spec.dtype)
-            for i, spec in enumerate(rng_specs)
+            for i, spec in enumerate(jax.tree.leaves(self.rng_specs))
         ]
 
-    def forward(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
-        """The output, and the module after it."""
-        parts = (
-            jax.tree.unflatten(params_form, jax.tree.leaves(params)),
-            jax.tree.unflatten(rng_form, rng_state(key)),
-            jax.tree.unflatten(state_form, jax.tree.leaves(state)),
-        )
-        module = nnx.merge(graphs[train], *parts)
-        before = _static_attributes(module)
-        y = module(x, **mode(train))
-        _refuse_changed(layer_id, before, _static_attributes(module))
-        return y, module
 
-    def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
-        y, module = forward(params, state, x, key, train)
-        _, new_params, _, new_state = split(module)
-        if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
-            _refuse_learning(layer_id, lambda p, v: split(forward(p, state, v, key, train)[1])[1], params, x)
-        return y, nnx.to_pure_dict(new_state) if train else state
+def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.Module:
+    module = constructor(rngs=nnx.Rngs(key))
+    if not isinstance(module, nnx.Module):
+        raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+    _mark_arrays(module)
+    _set_to_train(module)
+    return module
 
-    return Layer(init, apply, stochastic=bool(rng_specs))
+
+def _split(module: nnx.Module) -> Any:
+    """(graph, params, state of random streams, layer state)."""
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _set_to_train(module: nnx.Module) -> None:

@@ -59,8 +59,6 @@ def measure(
     device = device or jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     alone = [(layer_id,) for layer_id in model.distinct]
-    costs: dict[tuple[str, int], Costs] = {}
-    dispatch = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = Programs(model, device, pool)
         for rows in model.sizes:
@@ -77,18 +75,27 @@ def measure(
         programs.finish()
     benches = {rows: lone[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
+    costs: dict[tuple[str, int], Costs] = {}
+    dispatch = []
     for rows, bench in benches.items():
-        found, empty = bench.medians()
+        times, empty = bench.medians()
         dispatch.append(empty)
-        flops = lone[rows].flops
-        shares = [share for ids, taken in found.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
-        for layer_id in model.distinct:
-            own = [seconds for other, seconds in shares if model.like[other] == layer_id]
-            forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
-            costs[layer_id, rows] = Costs(forward, backward, update, lone[rows].temporary[layer_id,], flops[layer_id,]["forward"])
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, times, lone[rows]).items()}
         meter.step()
     name = device.device_kind
     return profile_of(model, costs, held, source="measured", device=name, dispatch=statistics.median(dispatch))
+
+
+def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:
+    """The costs of each distinct layer at one size, from the times of groups; `alone` knows the FLOPs and temporaries of each layer."""
+    flops = alone.flops
+    shares = [share for ids, taken in times.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+    costs = {}
+    for layer_id in model.distinct:
+        own = [seconds for other, seconds in shares if model.like[other] == layer_id]
+        forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
+        costs[layer_id] = Costs(forward, backward, update, alone.temporary[layer_id,], flops[layer_id,]["forward"])
+    return costs
 
 
 def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
