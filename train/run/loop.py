@@ -1,8 +1,8 @@
-"""A whole run, top to bottom: what is built, the run folder, the training loop, its end."""
+"""A whole run, top to bottom: what is built, the run folder, training, the report."""
 
 import contextlib
 import dataclasses
-import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from jpipe.files import shown
 from train.assemble import compile_cache, data, model
 from train.assemble.build import build, check, prepare_devices
 from train.checkpoint.checkpoints import Checkpoints
-from train.checkpoint.history import History
 from train.checkpoint.resume import VERSIONS, Resume, Resumed
 from train.checkpoint.resume import find as find_resumed
 from train.checkpoint.resume import history as find_history
@@ -30,10 +29,11 @@ from train.launch.together import Together, facts, joined
 from train.plan.auto import find_plan
 from train.report import report
 from train.report.measure import Measure
-from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped, Validation, mean_loss
-from train.report.summary import Summary, name_of, stages_of, tell, write_report
+from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
+from train.report.summary import Summary, stages_of, tell, write_report
 from train.report.tensorboard import TensorBoard
 from train.run.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
+from train.run.training import Training
 
 _MANY_LAYERS = 100  # checking so many takes seconds, a thousand about a minute and a half
 
@@ -123,43 +123,36 @@ def run(
     given: dict[str, Any] | None = None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into."""
-    plan, several = pipe.plan, together.processes is not None
     with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.alike(lambda: check_shared(config, path, together))
-        reporter.say(
-            f"data: {batches.source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(config.train.steps, 'step')}"
-            + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
-        )
-        if several or len(plan.workers) > plan.depth:
-            for line in jpipe.runtime.placement_grid(plan, pipe.devices).splitlines():
-                reporter.say(line)
-        with reporter.phase(f"compiling {count(plan.depth, 'stage')}", compile_cache.Counted()):
+        announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
+        with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, together, resumed, given)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
-            here = jax.local_devices()[0] if several and folder is not None and plan.predicted is not None else None
-            sizes = pipe.costs(batches.train[0], compiled_for=here)
+            here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
+            sizes = pipe.costs(batches.train[0], compiled_for=jax.local_devices()[0] if here else None)
             stages = [] if folder is None else stages_of(pipe, batches.train[0])
         if resumed is not None:
             together.alike(lambda: None if folder is None else go_on(config, folder, resumed))
-        every, traced = config.train.eval_every, config.train.trace_batches
-        measure = Measure(pipe, sizes, config.train.steps, every, traced, together.processes, state.batch)
-        history = find_history(config, plan, resumed, lambda: reporter.seconds)
+        measure = Measure(
+            pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
+        )
+        history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         log = MetricsLog(config, folder, tensorboard, reporter, measure, together, history)
-        known = {
-            "config": to_yaml(config),
-            "plan": plan.to_json(),
-            "devices": jax.device_count(),
-            "versions": VERSIONS | numeric_settings(),
-        }
         rows = (lambda: b"") if folder is None else folder.logged
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, known, rows, reporter.say)
+        facts = facts_of_run(config, pipe.plan)
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
+        held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
+        training = Training(
+            config.train, pipe, batches.train, held_out, model.metrics(config.eval), log, measure, checkpoints, preemption, history
+        )
         ended = False
         try:
             with reporter.training(), preemption:
-                summary = train(config, pipe, state, batches, log, measure, checkpoints, preemption, history, resumed)
+                summary = training.run(state, resumed)
                 ended = summary.val_loss_after is not None
         finally:
             with interrupt.held():
@@ -167,100 +160,41 @@ def run(
                 measure.close()
                 if folder is not None and (ended or preemption.signal is None):  # time is short then
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1))
-    if folder is not None and summary.measured is not None and plan.predicted is not None:
-        measured = report.as_predicted(plan, summary.measured, sizes)
-        folder.keep_planned(plan.predicted, measured)
-        summary = dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
+    if folder is not None:
+        summary = with_planned(summary, pipe.plan, sizes, folder)
     tell(summary, data.loss_unit(config), reporter)
     return summary
 
 
-def train(
-    config: Config,
-    pipe: jpipe.Pipeline,
-    state: jpipe.State,
-    batches: data.Data,
-    log: MetricsLog,
-    measure: Measure,
-    checkpoints: Checkpoints,
-    preemption: Preemption,
-    history: History,
-    resumed: Resumed | None = None,
-) -> Summary:
-    """Feed `train.steps` batches, evaluate in between, log each batch's loss when the next one is on its way.
-
-    In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
-    batch t is about to enter: with the flushing schedules those after t updates; with 2BW, which is one update behind, those after
-    t - 1; with weight stashing those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final
-    weights, drained; in a run of one step it is the only row, and the loss before training is in the summary only.
-    """
-    steps, every = config.train.steps, config.train.eval_every
-    held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
-    of_validation = model.metrics(config.eval)
-
-    def evaluate() -> list[jpipe.Evaluation]:
-        return [pipe.evaluate(state, batch, of_validation) for batch in held_out]
-
-    interrupt.check()
-    before: Validation
-    if resumed is None:
-        before = evaluate()
-        log.validation(0, before)
-    else:
-        before = {"val_loss": resumed.facts.val_loss_before}
-        if resumed.facts.val_loss is not None:
-            log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
-    finished: jpipe.Metrics | None = None
-
-    def facts_of(step: int) -> dict[str, Any]:
-        known = log.validated(step) or {}
-        loss = known.pop("val_loss", None)
-        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before), "history": history.facts(step)}
-
-    for step in range(state.batch, steps):
-        interrupt.check()
-        order = preemption.order(step, lambda: checkpoints.last_is_over)
-        if order == "leave":
-            return stopped(pipe, state, preemption, checkpoints, mean_loss(before), log)
-        if step % every == 0 and log.validated(step) is None:
-            log.validation(step, evaluate())
-        if order == "save":
-            checkpoints.arm_last(step)
-        else:
-            checkpoints.arm(step)
-        state, metrics = pipe.step(state, batches.train[step], observe=checkpoints.observing(measure.observer(step)))
-        log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
-        checkpoints.proceed(log.through, facts_of)
-        finished = metrics
-    interrupt.check()
-    measure.finish()
-    state = pipe.drain(state, observe=checkpoints.observing())
-    after = evaluate()
-    log.validation(steps - 1, after)
-    log.finished(finished)
-    checkpoints.proceed(log.through, facts_of)
-    checkpoints.finish()
-    log.close()
-    interrupt.check()
-    return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, measure.predicted, measure.measured)
+def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
+    """Say what is going to be trained on what, by which plan, and where each worker runs."""
+    plan = pipe.plan
+    reporter.say(
+        f"data: {source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(steps, 'step')}"
+        + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
+    )
+    if several or len(plan.workers) > plan.depth:
+        for line in jpipe.runtime.placement_grid(plan, pipe.devices).splitlines():
+            reporter.say(line)
 
 
-def stopped(
-    pipe: jpipe.Pipeline, state: jpipe.State, preemption: Preemption, checkpoints: Checkpoints, before: float, log: MetricsLog
-) -> Summary:
-    """The end of a run that a signal ends, and whose checkpoint is written.
+def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:
+    """What each checkpoint of the run says of it."""
+    return {
+        "config": to_yaml(config),
+        "plan": plan.to_json(),
+        "devices": jax.device_count(),
+        "versions": VERSIONS | numeric_settings(),
+    }
 
-    Raises:
-        RunStopped: it could not be written.
-    """
-    number = preemption.signal or signal.SIGTERM
-    checkpoints.finish()
-    log.close()
-    jax.block_until_ready(pipe.drain(state))  # only so that processes part with nothing under way between them
-    if log.folder is not None and checkpoints.written != preemption.cut:
-        raise RunStopped(f"stopped by {name_of(number)}; the checkpoint of step {preemption.cut} could not be written")
-    assert preemption.cut is not None
-    return Summary(preemption.cut, before, None, log.seconds, log.folder, None, None, stopped_by=number)
+
+def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """The summary with what was planned beside what was measured, which is kept in the folder as well."""
+    if summary.measured is None or plan.predicted is None:
+        return summary
+    measured = report.as_predicted(plan, summary.measured, sizes)
+    folder.keep_planned(plan.predicted, measured)
+    return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
 
 
 def _reason(error: Exception) -> str:

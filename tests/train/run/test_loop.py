@@ -23,7 +23,7 @@ from train.assemble.optimizer import optimizer
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_file
 from train.console.progress import Reporter
-from train.report.metrics_log import repeatable
+from train.report.metrics_log import mean_loss, repeatable
 from train.run import loop
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
@@ -116,7 +116,7 @@ def validation_losses_after_each_update(config, steps) -> list[float]:
     losses = []
     for step in range(steps + 1):
         drained = pipe.drain(jax.tree.map(jax.numpy.copy, state))
-        losses.append(loop.mean_loss([pipe.evaluate(drained, batches.validation[i]) for i in range(2)]))
+        losses.append(mean_loss([pipe.evaluate(drained, batches.validation[i]) for i in range(2)]))
         state, _ = pipe.step(state, batches.train[step])
     return losses
 
