@@ -386,7 +386,7 @@ class Pipeline:
             s = self.plan.workers[w][0]
             costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
         if compiled_for is not None:
-            sizes = temporary_bytes(self.plan, functions, self._steps.proved_runs, compiled_for)
+            sizes = temporary_bytes(self.plan, functions, self._steps.verified_runs, compiled_for)
             costs = [dataclasses.replace(cost, temporary=size) for cost, size in zip(costs, sizes, strict=True)]
         return tuple(costs)
 
@@ -414,7 +414,7 @@ class Pipeline:
 
     def _prepare(self, batch: Batch) -> None:
         """Compile for batches like this one."""
-        functions, runs = self._functions(batch), self._steps.proved_runs
+        functions, runs = self._functions(batch), self._steps.verified_runs
         own = {w: (functions[s], self.devices[w]) for w, (s, _) in enumerate(self.plan.workers) if self._is_here(w)}
         self._stages, self._measuring = compile_workers(own, runs), {}
         self._transport = Transport(self.devices, self.plan.stage_workers, self._processes)

@@ -1,4 +1,4 @@
-"""Lowering and simulating: every schedule is proved, every damaged program is refused, the grids are the ones on file."""
+"""Lowering and simulating: every schedule is verified, every damaged program is rejected, the grids are the ones on file."""
 
 import dataclasses
 import inspect
@@ -72,7 +72,7 @@ def versions_alive(plan: Plan, s: int) -> int:
 @pytest.mark.newest
 @settings(deadline=None, max_examples=150)
 @given(fields=plans(), start=st.integers(0, 5), batches=st.integers(1, 5))
-def test_every_schedule_is_proved_and_holds_as_many_versions_as_the_table_says(fields, start, batches):
+def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says(fields, start, batches):
     plan = Plan.even(**fields)
     prediction = simulate(lower(plan, start + batches, begin=start, start=start))
     for s, most in enumerate(prediction.versions_alive):
@@ -133,7 +133,7 @@ def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between
 
 @settings(deadline=None, max_examples=100)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), clips=st.booleans(), seed=st.integers(0, 9))
-def test_replicated_plans_are_proved_whatever_things_cost(fields, start, batches, clips, seed):
+def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, clips, seed):
     plan = Plan.even(**fields)
     program = lower(plan, start + batches, begin=start, start=start, clips=clips and SCHEDULES[plan.schedule].flushes)
     rng = random.Random(seed)
