@@ -1,4 +1,4 @@
-"""From compute order to programs: insert loads, transfers, sums, updates and releases, and find the one total order of all workers."""
+"""From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
 
 from collections import deque
 from itertools import takewhile
@@ -35,7 +35,7 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     Args:
         plan: what to run.
         batches: one past the last batch whose data is loaded.
-        begin: the first batch whose data is loaded; what earlier batches left in flight goes on.
+        begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
         clips: whether updates wait for the norm of all stages' gradients; only for schedules that flush.
@@ -63,9 +63,9 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
 
 
 def batches_until_full(plan: Plan) -> int:
-    """After so many batches since the pipeline was empty, every step does the same, one batch later."""
+    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later."""
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-    late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # a sum, and the update after it, may come so much later
+    late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # microbatches by which a sum and its update may be delayed
     return -(-(in_flight - 1 + late) // plan.microbatches) + 1
 
 
@@ -85,7 +85,7 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
 
 
 class _Run:
-    """The orders of all workers, run with free transfers; every instruction is listed with its time."""
+    """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
     def __init__(self, plan: Plan, start: int, batches: int, drain: bool, clips: bool) -> None:
         self.plan, self.start, self.clips = plan, start, clips
@@ -205,15 +205,15 @@ class _Pending(NamedTuple):
 
 
 class _Worker:
-    """How far a worker has come.
+    """The progress of a worker.
 
     Attributes:
         number: of the worker.
         stage: that it runs.
         replica: of that stage.
         clock: when its last computation ends.
-        backwards: how many it has made, those before the beginning of the program included.
-        updates: how many it has made, likewise.
+        backwards: their number since the first batch of the run.
+        updates: likewise.
         pending: its updates that wait for a sum or a norm, in order.
     """
 
@@ -227,9 +227,9 @@ class _Worker:
 
 
 class _PendingUpdates:
-    """Updates that wait until all replicas have summed their gradients, or for the norm of all gradients: at most two per worker.
+    """Updates that wait for the sum over all replicas, or for the norm of all gradients: at most two per worker.
 
-    With a second one, the first is made before anything else, so that a worker never holds the gradients of three batches.
+    Once there is a second one, the first is made before anything else, so that a worker never holds the gradients of three batches.
     """
 
     def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing") -> None:
@@ -255,7 +255,11 @@ class _PendingUpdates:
             self._begin_sum(worker)
 
     def settle(self, worker: _Worker) -> bool:
-        """Make the first of two pending updates; whether the worker may go on."""
+        """Make the first of two pending updates.
+
+        Returns:
+            Whether the worker can go on; False if that update waits for its sum.
+        """
         if len(worker.pending) == 2:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
             if summed is None:
@@ -272,7 +276,7 @@ class _PendingUpdates:
         worker.updates += 1
 
     def _begin_sum(self, worker: _Worker) -> None:
-        """A replica has its gradients for its first pending update; with the last replica of the stage the sum begins."""
+        """Note that a replica has all gradients of its first pending update; with the last replica the sum begins."""
         s, batch = worker.stage, worker.pending[0].batch
         arrived = self.arrived.setdefault((s, batch), [])
         arrived.append(worker.clock)
@@ -301,7 +305,7 @@ class _Availability:
         self.woken.extend(self._waiting.pop((what, s, number), ()))
 
     def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
-        """Since when something is available; if it is not, the worker is woken when it is."""
+        """Since when something is available. None if it is not yet; then the worker is woken when it is."""
         time = self._times.get((what, s, number))
         if time is None:
             self._waiting.setdefault((what, s, number), []).append(worker.number)

@@ -61,7 +61,7 @@ def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tup
 
 
 class Predictor:
-    """Adds up what the instructions of a program cost, in an executable order.
+    """Adds up the costs of a program's instructions, one after the other in an executable order.
 
     Args:
         program: what runs.
@@ -73,14 +73,14 @@ class Predictor:
         self._plan, self._clips = program.plan, program.clips
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
-        self._parts: dict[tuple[int, int], list[float]] = {}  # of each sum, by stage and batch: when each replica came to it
+        self._parts: dict[tuple[int, int], list[float]] = {}  # of each sum, by stage and batch: when each replica began it
         self._workers = [
             _Worker(s, costs[s], _Memory(costs[s], versions_before(program.plan, w, program.start)))
             for w, (s, _) in enumerate(program.plan.workers)
         ]
 
     def add(self, i: Instruction) -> None:
-        """Execute the next instruction; it is verified, and what it waits for is over."""
+        """Execute the next instruction, which is verified."""
         if type(i) is not Receive:  # its send does the transfer
             _HANDLERS[type(i)](self, self._workers[i.worker], i)
 
@@ -89,7 +89,7 @@ class Predictor:
         return tuple(tuple(worker.spans) for worker in self._workers)
 
     def prediction(self) -> Prediction:
-        """What follows from all instructions so far."""
+        """The prediction from all instructions so far."""
         workers, memories = self._workers, [worker.memory for worker in self._workers]
         seconds = max(worker.clock for worker in workers)
         busy = sum(worker.busy for worker in workers)
@@ -130,7 +130,7 @@ class Predictor:
         self._accumulate(worker, i.microbatch)
 
     def _accumulate(self, worker: "_Worker", k: int) -> None:
-        """Add the gradients of a microbatch to those of its batch, which replicas set aside when it is complete."""
+        """Add the gradients of a microbatch to those of its batch; replicas set these aside at its end."""
         if worker.stage > 0:
             worker.ready["gradient", k] = worker.clock
         worker.memory.accumulate()
@@ -155,7 +155,7 @@ class Predictor:
 
     def _all_reduce(self, worker: "_Worker", i: AllReduce) -> None:
         if self._averages_state:
-            worker.memory.add(worker.cost.state)  # the mean; the update puts it in the place of the worker's own
+            worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
         parts = self._parts.setdefault((worker.stage, i.batch), [])
         parts.append(worker.clock)
         replicas = self._plan.stage_workers[worker.stage]
@@ -192,12 +192,12 @@ class Predictor:
 
 
 class _Worker:
-    """The time of one worker."""
+    """The clock of one worker, and what it has done."""
 
     def __init__(self, stage: int, cost: StageCost, memory: "_Memory") -> None:
         self.stage, self.cost, self.memory = stage, cost, memory
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
-        self.ready: dict[tuple[str, int], float] = {}  # when messages were made here or arrived, by (message, microbatch), and sums
+        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.spans: list[Span] = []
 
     def wait(self, until: float) -> None:
@@ -215,7 +215,7 @@ class _Memory:
 
     def __init__(self, cost: StageCost, versions: set[int]) -> None:
         self.cost = cost
-        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; never changed, for samples have it too
+        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
         self.held = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
         self.peak, self.peak_running, self.most_versions = self.held, 0, len(versions)
         self.in_flight = 0  # microbatches between their forward and their backward
@@ -245,7 +245,7 @@ class _Memory:
         self.add(-self.cost.weights)
 
     def compute(self, end: float, made: int, used: int) -> None:
-        """What a computation makes is there before what it uses is gone."""
+        """Hold what a computation makes and what it uses while it runs, then only the former."""
         running = self.held + made + self.cost.temporary
         if running > self.peak_running:
             self.peak_running = running

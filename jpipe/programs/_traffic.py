@@ -1,4 +1,4 @@
-"""When messages and sums arrive: the links that they take, and the ports of these that they share."""
+"""When messages and sums arrive, over links that may share ports."""
 
 import math
 from bisect import bisect_right, insort
@@ -13,7 +13,7 @@ _Port = list[tuple[float, float]]
 
 
 class Traffic:
-    """All that moves between workers; messages do not come in the order of time.
+    """Everything that moves between workers, given in any order of time.
 
     Args:
         network: the link between any two workers.
@@ -24,19 +24,19 @@ class Traffic:
         self._ports: defaultdict[Hashable, _Port] = defaultdict(_Port)
 
     def send(self, source: int, to: int, ready: float, size: int) -> float:
-        """When a message arrives that can be sent from `ready` on."""
+        """When a message of `size` bytes arrives that can be sent from `ready` on."""
         link = self._network(source, to)
         return self._occupy(link.ports or ((source, to),), ready, size / link.bandwidth) + link.latency
 
     def all_reduce(self, workers: Sequence[int], ready: float, size: float) -> float:
-        """When workers have the sum of what they have `ready`, for which each sends `size` bytes to its neighbour in a ring."""
+        """When a sum that can begin at `ready` is over; each worker sends `size` bytes to its neighbour in a ring."""
         ring: list[Link] = [self._network(worker, workers[n - 1]) for n, worker in enumerate(workers)]
         ports = list(dict.fromkeys(port for link in ring for port in link.ports))
         sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring))
         return sent + 2 * (len(workers) - 1) * max(link.latency for link in ring)
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
-        """Send as soon after `ready` as all these ports are free for so long; returns the end."""
+        """Occupy all these ports from the first time after `ready` at which they are free for so many seconds; returns the end."""
         if seconds == 0:
             return ready
         ports = [self._ports[name] for name in names]

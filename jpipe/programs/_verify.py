@@ -1,4 +1,4 @@
-"""Verify what each worker does: the order of its schedule, the versions it reads, buffers made once and used once, whole batches."""
+"""Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from jpipe.schedules import SCHEDULES
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
-    """The weight versions of a worker where the pipeline is empty before `batch`: from the next that is read to the newest."""
+    """The weight versions of a worker where the pipeline is empty before `batch`: from the next one that is read to the newest."""
     s, replica = plan.workers[worker]
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
@@ -96,7 +96,7 @@ class Verifier:
     def _send(self, i: Send) -> None:
         self._take(_SENT[i.message], i.microbatch)
         if i.message == "norm":
-            self._put("norm", i.microbatch)  # others may get it as well; the update takes it
+            self._put("norm", i.microbatch)  # for other sends and the update
 
     def _receive(self, i: Receive) -> None:
         self._put(_RECEIVED[i.message], i.microbatch)
@@ -108,7 +108,7 @@ class Verifier:
     def _sum_squares(self, i: SumSquares) -> None:
         self._take_sum(i.batch)
         if self._replicas > 1:
-            self._put("summed", i.batch)  # the update takes it
+            self._put("summed", i.batch)  # for the update
         k = self._last_microbatch(i.batch)
         if not self._last:
             self._take("later squares", k)
@@ -146,7 +146,7 @@ class Verifier:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
 
     def _accumulate(self, i: Backward | ForwardBackward) -> None:
-        """Count the gradients of a microbatch; replicas set a whole batch aside until they sum it."""
+        """Count the gradients of a microbatch; replicas set those of a whole batch aside until they sum them."""
         if not self._first:
             self._put("gradient", i.microbatch)
         self._accumulated += 1
@@ -163,7 +163,7 @@ class Verifier:
             self._take("labels", k)
 
     def _take_sum(self, batch: int) -> None:
-        """Take the gradients of a whole batch, those of all replicas."""
+        """Take the gradients of a whole batch, summed over all replicas."""
         if self._replicas > 1:
             self._take("summed", batch)
         elif self._accumulated != self._every:

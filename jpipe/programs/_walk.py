@@ -1,4 +1,4 @@
-"""The workers of a program run together: which waits for which, without times and without bytes."""
+"""How the workers of a program run together: which waits for which, without times and bytes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Violation(Exception):
 
 
 def walk(program: Program) -> Iterator[Instruction]:
-    """All instructions in an order in which they can be executed: each worker runs its own, and waits for other workers.
+    """All instructions in an executable order: each worker runs its own in order, and waits for other workers.
 
     A transfer waits until both workers have come to it; its receive follows its send at once. An update, or the sum of squares
     before it, waits until all replicas have begun to sum the gradients of its batch.

@@ -1,4 +1,4 @@
-"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule by name and reads no configuration."""
+"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule and reads no configuration."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class Event(NamedTuple):
 
     Attributes:
         instruction: what it was; batches, microbatches and versions as in the whole run.
-        done: for a computation, an array that is there when it is over: `done.block_until_ready()` waits for that. Else None.
-        state: what its worker holds now, as arrays that may still be on their way; only to look at, while the call lasts.
+        done: for a computation, an array that is ready when it is over: `done.block_until_ready()` waits for that. Else None.
+        state: what its worker holds now, as arrays that may not be ready; only to be read, and only during the call.
     """
 
     instruction: Instruction
@@ -51,12 +51,12 @@ Observer = Callable[[Event], None]
 
 
 class Found(NamedTuple):
-    """What a program found out about its batches, as far as workers of this process did; nothing of it is waited for.
+    """What workers of this process computed besides their states, as arrays that may not be ready.
 
     Attributes:
-        losses: by batch finished the (mean loss, weight) of each of its updates; perhaps still coming from other replicas.
-        norms: by batch finished the global norm, where gradients are clipped.
-        evaluations: by microbatch evaluated (sum, weight) of the loss and of each metric.
+        losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
+        norms: for each finished batch, the global norm, where gradients are clipped.
+        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric.
     """
 
     losses: dict[int, list[Tree]]
@@ -79,9 +79,9 @@ def run(
         program: what to run.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
         stages: by worker of this process.
-        states: by worker of this process; emptied, not to be used again.
+        states: by worker of this process; consumed.
         transport: between the workers.
-        data: what `read_data` gives; is emptied.
+        data: from `read_data`; consumed.
         observe: called after each instruction is dispatched.
 
     Returns:
@@ -107,13 +107,13 @@ def run(
 
 
 def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> dict[tuple[Data, int], Tree]:
-    """All rows that these workers load in the program. They are read before a run, which uses up its states, since reading may fail.
+    """Read all rows that these workers load in the program. Reading may fail, so it comes before the run, which consumes its states.
 
     Args:
         program: what will run.
         workers: those of this process.
-        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
-        rows_each: rows of one microbatch.
+        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
+        rows_each: rows per microbatch.
 
     Raises:
         InputError: a part of a batch has other rows than its shape and dtype say.
@@ -153,16 +153,16 @@ class _Held:
 
 
 class _Worker:
-    """A method for each type of instruction: what a worker executes it with, what it holds, and what it finds.
+    """A worker while a program runs, with a method for each type of instruction.
 
     Attributes:
-        stage, replica, replicas: which replica of which stage it is, and how many there are.
-        microbatch_shift, version_shift: how much more the run counts than the program, which was lowered for earlier batches.
-        functions, calls: of its stage, as functions and compiled.
-        transport: to other workers.
-        held: what the instructions change.
-        found: what they find, as do those of the other workers of this process.
-        done: of the last instruction, see `Event`.
+        stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
+        microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
+        functions, calls: of its stage, and the same compiled.
+        transport: to and from other workers.
+        held: what instructions change.
+        found: what they compute besides; shared by the workers of this process.
+        done: of the last computation, see `Event`.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class _Worker:
         self.after_backward(k, gradient)
 
     def taken_sums(self, params: Tree) -> Tree:
-        """What the batch has accumulated, zeros if the last one was set aside: the computation writes into their memory."""
+        """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
         return self.held.sums if self.held.sums is not None else self.calls["zero_sums"](params)
 
     def after_backward(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient to be sent; set the gradients aside if their update is complete and waits for other replicas."""
+        """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for other replicas."""
         if not self.functions.first:
             self.held.buffers["gradient", k] = gradient
         if self.replicas > 1:
@@ -285,7 +285,7 @@ class _Worker:
             self.found.norms[update] = held.norm
 
     def summed(self, update: int) -> Tree:
-        """What all replicas have accumulated; their layer state becomes its mean if they average it with each update."""
+        """The accumulators summed over all replicas; the layer state becomes its mean if replicas average it with each update."""
         sums, means, _ = arrived(self.held.buffers.pop(("summed", update)))
         if self.averages:
             self.held.layer_state = with_floats(self.held.layer_state, means)
