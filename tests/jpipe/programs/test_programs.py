@@ -5,6 +5,7 @@ import inspect
 import math
 import pathlib
 import random
+import re
 import sys
 
 import pytest
@@ -207,6 +208,43 @@ def test_a_damaged_program_is_refused_with_the_grid(fields, data):
         return
     with pytest.raises(ProgramError, match=r"(?s)tick +\|.*worker 0 +\|"):
         simulate(dataclasses.replace(program, instructions=instructions))
+
+
+def test_the_words_of_each_violation():
+    kinds = ["lost", "twice", "other version", "other microbatch", "retired early", "never retired", "swapped on its worker"]
+    programs = (
+        lower(Plan.even("ab", 2, "pipedream", 1), 3),
+        lower(Plan.even("ab", 2, "pipedream_2bw", 4, replicas=(2, 1)), 3),
+        lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, clips=True),
+    )
+    found = set()
+    for program in programs:
+        items = program.instructions
+        changed = [damaged(items, kind, at) for kind in kinds for at in range(len(items))]
+        changed += [(*items[:at], items[at + 1], items[at], *items[at + 2 :]) for at in range(len(items) - 1)]
+        for instructions in filter(None, changed):
+            try:
+                simulate(dataclasses.replace(program, instructions=instructions))
+            except ProgramError as error:
+                what = str(error).splitlines()[0].partition(": ")[2]
+                found.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
+    used = ("gradient", "inputs", "labels", "later squares", "message", "norm", "output", "residuals", "squares", "summed", "sums")
+    assert found == {
+        *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
+        *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
+        "deadlock, workers … wait for each other",
+        "left behind: …",
+        "update … after … backwards, expected …",
+        "versions … are left, expected …",
+        "…: the schedule's next computation is …",
+        "… at version …, expected version …",
+        "… frees version …, alive are …",
+        "… leaves versions … alive, expected at most …",
+        "… reads version …, alive are …",
+        "… reads version …, the formula says …",
+        "… stands before its … in the total order",
+        "… stands before the sum of … in the total order",
+    }
 
 
 def test_a_deadlock_is_shown():
