@@ -1,4 +1,4 @@
-"""Writing and proving programs: 64 stages x 512 microbatches, and how the time grows."""
+"""Lowering and verifying programs: 64 stages x 512 microbatches, and how the time grows."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Writing and proving programs for 8 to 4,096 workers with measured costs: a deep pipeline, and replicas of a short one."""
+"""Lowering and verifying programs for 8 to 4,096 workers with measured costs: a deep pipeline, and replicas of a short one."""
 
 import statistics
 import time

@@ -310,7 +310,7 @@ class Pipeline:
             s = self.plan.workers[w][0]
             costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
         if compiled_for is not None:
-            sizes = temporary_bytes(self.plan, functions, self._steps.proved_runs, compiled_for)
+            sizes = temporary_bytes(self.plan, functions, self._steps.verified_runs, compiled_for)
             costs = [dataclasses.replace(cost, temporary=size) for cost, size in zip(costs, sizes, strict=True)]
         return tuple(costs)
 

@@ -3,7 +3,8 @@
 from jpipe.programs._costs import LayerCost, Network, StageCost, sum_layer_costs, unit_costs
 from jpipe.programs._instructions import Program
 from jpipe.programs._lower import batches_until_full
-from jpipe.programs._simulate import Prediction, ProgramError
+from jpipe.programs._predict import Prediction
+from jpipe.programs._simulate import ProgramError
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
 from jpipe.programs._window import Window, extract_window, predict_window
 

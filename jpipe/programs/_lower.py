@@ -1,4 +1,4 @@
-"""From compute order to programs: insert loads, transfers, sums, updates and releases, and find the one total order of all workers."""
+"""From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
 
 from collections import deque
 from itertools import takewhile
@@ -35,7 +35,7 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     Args:
         plan: what to run.
         batches: one past the last batch whose data is loaded.
-        begin: the first batch whose data is loaded; what earlier batches left in flight goes on.
+        begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
         clips: whether updates wait for the norm of all stages' gradients; only for schedules that flush.
@@ -55,17 +55,17 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
     if clips and not SCHEDULES[plan.schedule].flushes:
         raise InputError(f"lower: clips is for schedules that flush, found '{plan.schedule}'")
     run = _Run(plan, start, batches, drain, clips)
-    instructions = run.instructions()
+    instructions = run.listing.in_order()
     if begin > start:
-        before = set(_Run(plan, start, begin, False, clips).instructions())
+        before = set(_Run(plan, start, begin, False, clips).listing.in_order())
         instructions = [instruction for instruction in instructions if instruction not in before]
     return Program(plan, start, begin, batches, drain, clips, run.versions(), tuple(instructions))
 
 
 def batches_until_full(plan: Plan) -> int:
-    """After so many batches since the pipeline was empty, every step does the same, one batch later."""
+    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later."""
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-    late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # a sum, and the update after it, may come so much later
+    late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # microbatches by which a sum and its update may be delayed
     return -(-(in_flight - 1 + late) // plan.microbatches) + 1
 
 
@@ -84,6 +84,119 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
     return Program(plan, 0, 0, 1, True, False, (), tuple(instructions))
 
 
+class _Run:
+    """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
+
+    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, clips: bool) -> None:
+        self.plan, self.start, self.clips = plan, start, clips
+        self.schedule = SCHEDULES[plan.schedule]
+        self.backward_ticks = [2 if stage.recompute == "none" else 3 for stage in plan.stages]
+        self.workers = [_Worker(plan, w, start) for w in range(len(plan.workers))]
+        self.available, self.listing = _Availability(), _Listing()
+        self.updates = _PendingUpdates(plan, self.available, self.listing)
+        if self.schedule.flushes:
+            for batch in range(start, batches):
+                self._empty_to_empty(batch, batch + 1, drain=True)
+        else:
+            self._empty_to_empty(start, batches, drain)
+
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """For each worker the oldest version that a microbatch will still read, and the newest one."""
+        following = [worker.backwards * self.plan.replicas[worker.stage] + worker.replica for worker in self.workers]
+        return tuple(
+            (self.schedule.version(self.plan, worker.stage, k), worker.updates) for worker, k in zip(self.workers, following, strict=True)
+        )
+
+    def _empty_to_empty(self, first: int, end: int, drain: bool) -> None:
+        orders = [self._order(worker, first, end, drain) for worker in self.workers]
+        position = [0 for _ in orders]
+        ready = self.available.woken
+        ready.extend(range(len(orders)))
+        while ready:
+            w = ready.popleft()
+            worker, order = self.workers[w], orders[w]
+            while self.updates.settle(worker) and position[w] < len(order) and self._compute(worker, order[position[w]]):
+                position[w] += 1
+        stuck = [w for w, order in enumerate(orders) if position[w] < len(order)]
+        if stuck:
+            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: workers {stuck} wait for each other")
+        if drain:
+            self._drain(end)
+
+    def _order(self, worker: "_Worker", start: int, batches: int, drain: bool) -> list[Compute]:
+        """The schedule's order up to the first forward that needs batch `batches`."""
+        end = batches * self.plan.microbatches
+        order = self.schedule.computations(self.plan, worker.stage, worker.replica, start, batches if drain else batches + 1)
+        return list(takewhile(lambda entry: entry.op == "B" or entry.microbatch < end, order))
+
+    def _compute(self, worker: "_Worker", entry: Compute) -> bool:
+        """List a computation and what follows from it, unless something that it needs is not available yet."""
+        plan, w, (op, s, k) = self.plan, worker.number, entry
+        version = self.schedule.version(plan, s, k)
+        ready = self._inputs_ready(worker, entry, version)
+        if ready is None:
+            return False
+        begins = max(worker.clock, ready)
+        if op == "B":
+            worker.clock = begins + self.backward_ticks[s]
+            self.listing.write(begins, Backward(w, k, version))
+            self._after_backward(worker, k, version)
+            return True
+        if worker.pending and version > worker.pending[0].batch:
+            self.updates.make(worker, begins)
+        if op == "FB":
+            worker.clock = begins + 1 + self.backward_ticks[s]
+            self.listing.write(begins, *_loads(plan, s, k), ForwardBackward(w, k, version))
+            self._after_backward(worker, k, version)
+            return True
+        worker.clock = begins + 1
+        self.listing.write(begins, *_loads(plan, s, k), Forward(w, k, version))
+        if s < plan.depth - 1:
+            self.listing.write(worker.clock, *_transfer(w, plan.worker(s + 1, k), k, "activation"))
+        self.available.announce("output", s, k, worker.clock)
+        return True
+
+    def _inputs_ready(self, worker: "_Worker", entry: Compute, version: int) -> int | None:
+        """When the message that a computation needs, and the sum from which its weights are made, are available."""
+        plan, (op, s, k) = self.plan, entry
+        if op == "B":
+            return self.available.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
+        ready = self.available.time("output", s - 1, k, worker) if s > 0 else 0
+        if ready is None or plan.replicas[s] == 1 or version <= self.start * plan.updates_per_batch(s):
+            return ready
+        summed = self.available.time("sum", s, version - 1, worker)
+        return None if summed is None else max(ready, summed)
+
+    def _after_backward(self, worker: "_Worker", k: int, version: int) -> None:
+        plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
+        worker.backwards += 1
+        if s > 0:
+            self.listing.write(ends, *_transfer(w, plan.worker(s - 1, k), k, "gradient"))
+        self.available.announce("gradient", s, k, ends)
+        replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
+        next_version = self.schedule.version(plan, s, k + replicas)
+        assert next_version - version in (0, 1), "versions advance one by one"
+        dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
+        batch = k // every if (k // replicas + 1) % (every // replicas) == 0 else None  # that it ends
+        if replicas > 1 or self.clips:
+            self.updates.add(worker, batch, dead)
+        elif batch is not None:
+            self.listing.write(ends, Update(w, batch, dead))
+            worker.updates += 1
+        elif dead is not None:
+            self.listing.write(ends, Release(w, dead))
+
+    def _drain(self, end: int) -> None:
+        """Where the pipeline is empty: the norm of the last batch, and all pending updates."""
+        time = max(worker.clock for worker in self.workers)
+        if self.clips:
+            self.listing.write(time, *_norm(self.plan, end - 1))
+        for worker in self.workers:
+            if worker.pending:
+                self.updates.make(worker, time)
+            worker.clock = time
+
+
 class _Pending(NamedTuple):
     """An update that waits for a sum or a norm, and the version that it retires, if any."""
 
@@ -91,194 +204,149 @@ class _Pending(NamedTuple):
     retires: int | None
 
 
-class _Run:
-    """The orders of all workers, run with free transfers; every instruction is written down with its time."""
+class _Worker:
+    """The progress of a worker.
 
-    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, clips: bool) -> None:
-        self.plan, self.clips = plan, clips
-        self.schedule = SCHEDULES[plan.schedule]
-        self.backward_time = [3 if stage.recompute != "none" else 2 for stage in plan.stages]
-        workers, stages = range(len(plan.workers)), range(plan.depth)
-        self.ready_workers: deque[int] = deque()
-        self.clock = [0 for _ in workers]
-        self.pending: list[list[_Pending]] = [[] for _ in workers]  # with a second one, the first has to be made before anything else
-        self.backwards = [start * plan.microbatches // plan.replicas[s] for s, _ in plan.workers]
-        self.updates = [start * plan.updates_per_batch(s) for s, _ in plan.workers]
-        self.done: dict[tuple[str, int], dict[int, int]] = {(what, s): {} for what in ("forward", "backward", "sum") for s in stages}
-        self.arrived: list[dict[int, list[int]]] = [{} for _ in stages]  # by batch, when each replica had its gradients
-        self.blocked: dict[tuple[str, int, int], list[int]] = {}  # who waits for (what, stage, microbatch or batch)
-        self.times: list[int] = []
-        self.written: list[Instruction] = []
-        if self.schedule.flushes:
-            for batch in range(start, batches):
-                self._empty_to_empty(batch, batch + 1, drain=True)
-        else:
-            self._empty_to_empty(start, batches, drain)
+    Attributes:
+        number: of the worker.
+        stage: that it runs.
+        replica: of that stage.
+        clock: when its last computation ends.
+        backwards: their number since the first batch of the run.
+        updates: likewise.
+        pending: its updates that wait for a sum or a norm, in order.
+    """
 
-    def instructions(self) -> list[Instruction]:
+    def __init__(self, plan: Plan, number: int, start: int) -> None:
+        self.number = number
+        self.stage, self.replica = plan.workers[number]
+        self.clock = 0
+        self.backwards = start * plan.microbatches // plan.replicas[self.stage]
+        self.updates = start * plan.updates_per_batch(self.stage)
+        self.pending: list[_Pending] = []
+
+
+class _PendingUpdates:
+    """Updates that wait for the sum over all replicas, or for the norm of all gradients: at most two per worker.
+
+    Once there is a second one, the first is made before anything else, so that a worker never holds the gradients of three batches.
+    """
+
+    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing") -> None:
+        self.plan, self.available, self.listing = plan, available, listing
+        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
+
+    def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
+        """After a backward.
+
+        Args:
+            worker: whose it was.
+            batch: the batch that it ends, whose update becomes pending.
+            dead: the version that nobody reads any more.
+        """
+        pending = worker.pending
+        if batch is not None:
+            pending.append(_Pending(batch, None))
+        if dead is not None and pending and pending[0].retires is None and (len(pending) == 2 or pending[0].batch == dead):
+            pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
+        elif dead is not None:
+            self.listing.write(worker.clock, Release(worker.number, dead))
+        if batch is not None and len(pending) == 1:
+            self._begin_sum(worker)
+
+    def settle(self, worker: _Worker) -> bool:
+        """Make the first of two pending updates.
+
+        Returns:
+            Whether the worker can go on; False if that update waits for its sum.
+        """
+        if len(worker.pending) == 2:
+            summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
+            if summed is None:
+                return False
+            worker.clock = max(worker.clock, summed)
+            self.make(worker, worker.clock)
+            self._begin_sum(worker)
+        return True
+
+    def make(self, worker: _Worker, time: int) -> None:
+        """Make the first pending update of a worker."""
+        pending = worker.pending.pop(0)
+        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
+        worker.updates += 1
+
+    def _begin_sum(self, worker: _Worker) -> None:
+        """Note that a replica has all gradients of its first pending update; with the last replica the sum begins."""
+        s, batch = worker.stage, worker.pending[0].batch
+        arrived = self.arrived.setdefault((s, batch), [])
+        arrived.append(worker.clock)
+        if len(arrived) == self.plan.replicas[s]:
+            begins = max(self.arrived.pop((s, batch)))
+            if self.plan.replicas[s] > 1:
+                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
+            self.available.announce("sum", s, batch, begins)
+
+
+class _Availability:
+    """When outputs, input gradients and sums are available, and which workers wait for them.
+
+    Attributes:
+        woken: the workers that can go on.
+    """
+
+    def __init__(self) -> None:
+        self.woken: deque[int] = deque()
+        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage, microbatch or batch)
+        self._waiting: dict[tuple[str, int, int], list[int]] = {}
+
+    def announce(self, what: str, s: int, number: int, time: int) -> None:
+        """Note since when something is available, and wake the workers that wait for it."""
+        self._times[what, s, number] = time
+        self.woken.extend(self._waiting.pop((what, s, number), ()))
+
+    def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
+        """Since when something is available. None if it is not yet; then the worker is woken when it is."""
+        time = self._times.get((what, s, number))
+        if time is None:
+            self._waiting.setdefault((what, s, number), []).append(worker.number)
+        return time
+
+
+class _Listing:
+    """Instructions with their times."""
+
+    def __init__(self) -> None:
+        self._instructions: list[Instruction] = []
+        self._keys: list[int] = []
+
+    def write(self, time: int, *instructions: Instruction) -> None:
+        self._instructions += instructions
+        self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
+
+    def in_order(self) -> list[Instruction]:
         """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
 
         A stable sort keeps the topological order in which they were written.
         """
-        computes = [isinstance(instruction, (Load, Forward, Backward, ForwardBackward)) for instruction in self.written]
-        return [self.written[i] for i in sorted(range(len(self.times)), key=lambda i: (self.times[i], computes[i]))]
+        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
 
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        """For each worker the oldest version that a microbatch will still read, and the newest there is."""
-        oldest = [
-            self.schedule.version(self.plan, s, self.backwards[w] * self.plan.replicas[s] + replica)
-            for w, (s, replica) in enumerate(self.plan.workers)
-        ]
-        return tuple(zip(oldest, self.updates, strict=True))
 
-    def _empty_to_empty(self, first: int, end: int, drain: bool) -> None:
-        orders = [self._order(s, replica, first, end, drain) for s, replica in self.plan.workers]
-        position = [0 for _ in orders]
-        self.updates_before = [first * self.plan.updates_per_batch(s) for s in range(self.plan.depth)]
-        self.ready_workers = deque(range(len(orders)))
-        while self.ready_workers:
-            w = self.ready_workers.popleft()
-            while self._settle(w) and position[w] < len(orders[w]) and self._compute(w, orders[w][position[w]]):
-                position[w] += 1
-        stuck = [w for w, order in enumerate(orders) if position[w] < len(order)]
-        if stuck:
-            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: workers {stuck} wait for each other")
-        if drain:
-            self._make_pending_updates(end)
+_COMPUTES = {Load, Forward, Backward, ForwardBackward}
 
-    def _order(self, s: int, replica: int, start: int, batches: int, drain: bool) -> list[Compute]:
-        """The schedule's order up to the first forward that needs batch `batches`."""
-        end = batches * self.plan.microbatches
-        order = self.schedule.computations(self.plan, s, replica, start, batches if drain else batches + 1)
-        return list(takewhile(lambda entry: entry.op == "B" or entry.microbatch < end, order))
 
-    # One computation ---------------------------------------------------------------------------------------------------
-
-    def _compute(self, w: int, entry: Compute) -> bool:
-        """Write down a computation and what follows from it, unless something it needs is not there yet."""
-        plan, (op, s, k) = self.plan, entry
-        version = self.schedule.version(plan, s, k)
-        if op == "B":
-            ready = self._when("backward", s + 1, k, w) if s + 1 < plan.depth else 0
-        else:
-            ready = self._when("forward", s - 1, k, w) if s > 0 else 0
-            if ready is not None and plan.replicas[s] > 1:
-                summed = self._when("sum", s, version - 1, w) if version > self.updates_before[s] else 0
-                ready = None if summed is None else max(ready, summed)
-        if ready is None:
-            return False
-        begins = max(self.clock[w], ready)
-        if op == "B":
-            self.clock[w] = begins + self.backward_time[s]
-            self._write(begins, Backward(w, k, version))
-            self._after_backward(w, s, k, version)
-            return True
-        if self.pending[w] and version > self.pending[w][0].batch:
-            self._update(w, begins)
-        if op == "FB":
-            self.clock[w] = begins + 1 + self.backward_time[s]
-            self._write(begins, *_loads(plan, s, k), ForwardBackward(w, k, version))
-            self._after_backward(w, s, k, version)
-            return True
-        self.clock[w] = begins + 1
-        self._write(begins, *_loads(plan, s, k), Forward(w, k, version))
-        if s < plan.depth - 1:
-            self._write(self.clock[w], *_transfer(w, plan.worker(s + 1, k), k, "activation"))
-        self._there("forward", s, k, self.clock[w])
-        return True
-
-    def _after_backward(self, w: int, s: int, k: int, version: int) -> None:
-        plan, ends = self.plan, self.clock[w]
-        self.backwards[w] += 1
+def _norm(plan: Plan, batch: int) -> list[Instruction]:
+    """The sums of squares from the last stage to stage 0, and the norm back to all workers."""
+    k, first, written = (batch + 1) * plan.microbatches - 1, [workers[0] for workers in plan.stage_workers], list[Instruction]()
+    for s in reversed(range(plan.depth)):
+        written.append(SumSquares(first[s], batch))
         if s > 0:
-            self._write(ends, *_transfer(w, plan.worker(s - 1, k), k, "gradient"))
-        self._there("backward", s, k, ends)
-        replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
-        next_version = self.schedule.version(plan, s, k + replicas)
-        assert next_version - version in (0, 1), "versions advance one by one"
-        dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
-        ends_batch = (k // replicas + 1) % (every // replicas) == 0
-        if replicas == 1 and not self.clips:
-            if ends_batch:
-                self._write(ends, Update(w, k // every, dead))
-                self.updates[w] += 1
-            elif dead is not None:
-                self._write(ends, Release(w, dead))
-            return
-        pending = self.pending[w]
-        if ends_batch:
-            pending.append(_Pending(k // every, None))
-        if dead is not None and pending and pending[0].retires is None and (len(pending) == 2 or pending[0].batch == dead):
-            pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
-        elif dead is not None:
-            self._write(ends, Release(w, dead))
-        if ends_batch and len(pending) == 1:
-            self._arrive(w, s, k // every)
-
-    # Sums and updates --------------------------------------------------------------------------------------------------
-
-    def _arrive(self, w: int, s: int, batch: int) -> None:
-        """A replica has its gradients of the batch; with the last one of its stage the sum begins."""
-        arrived = self.arrived[s].setdefault(batch, [])
-        arrived.append(self.clock[w])
-        if len(arrived) == self.plan.replicas[s]:
-            begins = max(self.arrived[s].pop(batch))
-            if self.plan.replicas[s] > 1:
-                self._write(begins, *(AllReduce(worker, batch) for worker in self.plan.stage_workers[s]))
-            self._there("sum", s, batch, begins)
-
-    def _settle(self, w: int) -> bool:
-        """Make the first of two pending updates, so that a worker never holds the gradients of three batches."""
-        if len(self.pending[w]) == 2:
-            s = self.plan.workers[w][0]
-            summed = self._when("sum", s, self.pending[w][0].batch, w)
-            if summed is None:
-                return False
-            self.clock[w] = max(self.clock[w], summed)
-            self._update(w, self.clock[w])
-            self._arrive(w, s, self.pending[w][0].batch)
-        return True
-
-    def _update(self, w: int, time: int) -> None:
-        pending = self.pending[w].pop(0)
-        self._write(time, Update(w, pending.batch, pending.retires))
-        self.updates[w] += 1
-
-    def _make_pending_updates(self, end: int) -> None:
-        """Where the pipeline is empty: the norm goes down to stage 0 and up again, and all that waited for it or for a sum update."""
-        time, plan, k = max(self.clock), self.plan, end * self.plan.microbatches - 1
-        if self.clips:
-            first = [workers[0] for workers in plan.stage_workers]
-            for s in reversed(range(plan.depth)):
-                self._write(time, SumSquares(first[s], end - 1))
-                if s > 0:
-                    self._write(time, *_transfer(first[s], first[s - 1], k, "squares"))
-            for s, workers in enumerate(plan.stage_workers):
-                if s > 0:
-                    self._write(time, *_transfer(first[s - 1], first[s], k, "norm"))
-                for worker in workers[1:]:
-                    self._write(time, *_transfer(first[s], worker, k, "norm"))
-        for w in range(len(plan.workers)):
-            if self.pending[w]:
-                self._update(w, time)
-        self.clock = [time for _ in self.clock]
-
-    # Bookkeeping -------------------------------------------------------------------------------------------------------
-
-    def _write(self, time: int, *instructions: Instruction) -> None:
-        self.written += instructions
-        self.times += [time] * len(instructions)
-
-    def _there(self, what: str, s: int, number: int, time: int) -> None:
-        self.done[what, s][number] = time
-        self.ready_workers.extend(self.blocked.pop((what, s, number), ()))
-
-    def _when(self, what: str, s: int, number: int, w: int) -> int | None:
-        """When the output, input gradient or sum was there; a worker that finds none is woken when it is."""
-        time = self.done[what, s].get(number)
-        if time is None:
-            self.blocked.setdefault((what, s, number), []).append(w)
-        return time
+            written += _transfer(first[s], first[s - 1], k, "squares")
+    for s, workers in enumerate(plan.stage_workers):
+        if s > 0:
+            written += _transfer(first[s - 1], first[s], k, "norm")
+        for worker in workers[1:]:
+            written += _transfer(first[s], worker, k, "norm")
+    return written
 
 
 def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:

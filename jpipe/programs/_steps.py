@@ -21,8 +21,8 @@ class Steps:
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     @cached_property
-    def proved_runs(self) -> tuple[Program, ...]:
-        """A run from the first batch and one from later on, long enough to hold whatever the pipeline will do; both verified.
+    def verified_runs(self) -> tuple[Program, ...]:
+        """A run from the first batch and one from steady state, long enough to contain every step that the pipeline repeats; both verified.
 
         Raises:
             ProgramError: the verification fails.

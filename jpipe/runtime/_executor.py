@@ -57,9 +57,9 @@ class Executor:
         self.functions, self.spec = functions, spec
         self._plan, self._steps, self._processes = plan, steps, processes
         own = {w: (functions[s], devices[w]) for w, (s, _) in enumerate(plan.workers) if devices[w].process_index == jax.process_index()}
-        self.stages = compile_workers(own, steps.proved_runs)
+        self.stages = compile_workers(own, steps.verified_runs)
         self._transport = Transport(devices, plan.stage_workers, processes)
-        self._transport.compile(_sends(plan, functions, steps.proved_runs), _replica_sums(plan, functions))
+        self._transport.compile(_sends(plan, functions, steps.verified_runs), _replica_sums(plan, functions))
         self._exchange = MetricsExchange(plan, devices, processes, functions[0].clip_global_norm is not None)
         self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of metrics
         self.fingerprint = fingerprint(plan, devices, spec, functions)

@@ -1,11 +1,13 @@
-"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule by name and reads no configuration."""
+"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule and reads no configuration."""
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,
@@ -36,8 +38,8 @@ class Event(NamedTuple):
 
     Attributes:
         instruction: what it was; batches, microbatches and versions as in the whole run.
-        done: for a computation, an array that is there when it is over: `done.block_until_ready()` waits for that. Else None.
-        state: what its worker holds now, as arrays that may still be on their way; only to look at, while the call lasts.
+        done: for a computation, an array that is ready when it is over: `done.block_until_ready()` waits for that. Else None.
+        state: what its worker holds now, as arrays that may not be ready; only to be read, and only during the call.
     """
 
     instruction: Instruction
@@ -49,12 +51,12 @@ Observer = Callable[[Event], None]
 
 
 class Found(NamedTuple):
-    """What a program found out about its batches, as far as workers of this process did; nothing of it is waited for.
+    """What workers of this process computed besides their states, as arrays that may not be ready.
 
     Attributes:
-        losses: by batch finished the (mean loss, weight) of each of its updates; perhaps still coming from other replicas.
-        norms: by batch finished the global norm, where gradients are clipped.
-        evaluations: by microbatch evaluated (sum, weight) of the loss and of each metric.
+        losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
+        norms: for each finished batch, the global norm, where gradients are clipped.
+        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric.
     """
 
     losses: dict[int, list[Tree]]
@@ -77,16 +79,16 @@ def run(
         program: what to run.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
         stages: by worker of this process.
-        states: by worker of this process; emptied, not to be used again.
+        states: by worker of this process; consumed.
         transport: between the workers.
-        data: what `read_data` gives; is emptied.
+        data: from `read_data`; consumed.
         observe: called after each instruction is dispatched.
 
     Returns:
         The new states, and what was found.
     """
     plan, found = program.plan, Found({}, {}, {})
-    workers = {w: _Worker(program, w, stages[w], state, transport, shift, found) for w, state in states.items()}
+    workers = {w: _Worker(plan, w, shift, stages[w], state, transport, found) for w, state in states.items()}
     for instruction in program.instructions:
         worker = workers.get(instruction.worker)
         if worker is None:
@@ -99,19 +101,19 @@ def run(
         else:
             _METHODS[type(instruction)](worker, instruction)
         if observe is not None:
-            observe(Event(shifted(instruction, plan, shift), worker.done, worker.state()))
+            observe(Event(shifted(instruction, plan, shift), worker.done, worker.held.state()))
             worker.done = None
-    return {w: worker.state() for w, worker in workers.items()}, found
+    return {w: worker.held.state() for w, worker in workers.items()}, found
 
 
 def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> dict[tuple[Data, int], Tree]:
-    """All rows that these workers load in the program. They are read before a run, which uses up its states, since reading may fail.
+    """Read all rows that these workers load in the program. Reading may fail, so it comes before the run, which consumes its states.
 
     Args:
         program: what will run.
         workers: those of this process.
-        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, one after the other.
-        rows_each: rows of one microbatch.
+        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
+        rows_each: rows per microbatch.
 
     Raises:
         InputError: a part of a batch has other rows than its shape and dtype say.
@@ -124,161 +126,189 @@ def read_data(program: Program, workers: Container[int], batches: dict[str, Tree
     return found
 
 
-class _Worker:
-    """A worker while a program runs: its state unpacked, and a method for each type of instruction."""
+@dataclass
+class _Held:
+    """What a worker holds while a program runs: its state, unpacked, and what clipping needs until the update.
 
-    def __init__(
-        self, program: Program, number: int, stage: CompiledStage, state: WorkerState, transport: Transport, shift: int, found: Found
-    ) -> None:
-        plan = program.plan
-        self.found = found
-        s, self.replica = plan.workers[number]
-        self.calls, self.transport = stage.calls, transport
-        self.residuals = stage.functions.residuals
-        self.last, self.first = stage.functions.last, stage.functions.first
-        self.stochastic = stage.functions.specs.draw[1] is not None
-        self.averages = stage.functions.average_state == "update"
-        self.replicas, self.every = plan.replicas[s], plan.microbatches_per_update(s)
-        self.updates_per_batch = plan.updates_per_batch(s)
-        self.microbatches = plan.microbatches
-        self.microbatch_shift, self.update_shift = shift * plan.microbatches, shift * self.updates_per_batch
-        own = state.taken()
-        self.versions, self.buffers, self.layer_state = own.versions, own.buffers, own.layer_state
-        self.optimizer, self.sums, self.key = own.optimizer, own.sums, own.key
-        self.squares: tuple[jax.Array, ...] = ()  # of the gradients of this stage and those after it
-        self.norm: jax.Array | None = None
-        self.done: jax.Array | None = None
+    Attributes:
+        squares: sums of the squared gradients of this stage and those after it.
+        norm: of the gradients of all stages.
+    """
+
+    versions: dict[int, Tree]
+    optimizer: Tree
+    layer_state: Tree
+    sums: Tree
+    buffers: dict[tuple[str, int], Tree]
+    key: jax.Array
+    squares: tuple[jax.Array, ...] = ()
+    norm: jax.Array | None = None
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
 
+    def take_inputs(self, k: int) -> tuple[Tree, Tree]:
+        """The stage input, waited for if it comes from another process, and at the last stage the labels."""
+        return arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
+
+
+class _Worker:
+    """A worker while a program runs, with a method for each type of instruction.
+
+    Attributes:
+        stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
+        microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
+        functions, calls: of its stage, and the same compiled.
+        transport: to and from other workers.
+        held: what instructions change.
+        found: what they compute besides; shared by the workers of this process.
+        done: of the last computation, see `Event`.
+    """
+
+    def __init__(
+        self, plan: Plan, worker: int, shift: int, stage: CompiledStage, state: WorkerState, transport: Transport, found: Found
+    ) -> None:
+        self.plan, (self.stage, self.replica) = plan, plan.workers[worker]
+        self.replicas = plan.replicas[self.stage]
+        self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
+        self.functions, self.calls, self.transport = stage.functions, stage.calls, transport
+        self.held = _Held(**vars(state.taken()))
+        self.found = found
+        self.done: jax.Array | None = None
+
     def draw(self, k: int) -> tuple[Any, Any]:
-        return (np.uint32(k), self.key) if self.stochastic else (None, None)
+        return (np.uint32(k), self.held.key) if self.functions.specs.draw[1] is not None else (None, None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas average their layer state with each update."""
+        return self.functions.average_state == "update"
 
     def load(self, i: Load, data: Tree) -> None:
-        self.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, data)
+        self.held.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, data)
 
     def forward(self, i: Forward) -> None:
-        k = i.microbatch + self.microbatch_shift
-        params, before = self.versions[i.version + self.update_shift], self.layer_state
-        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
-        (y, self.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
-        self.buffers["residuals", k] = self.residuals.keep((before, x, labels), (y, self.layer_state)), saved
-        self.buffers["message" if self.last else "output", k] = y
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        params, before = held.versions[i.version + self.version_shift], held.layer_state
+        x, labels = held.take_inputs(k)
+        (y, held.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
+        held.buffers["residuals", k] = self.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
+        held.buffers["message" if self.functions.last else "output", k] = y
 
     def backward(self, i: Backward) -> None:
-        k = i.microbatch + self.microbatch_shift
-        kept, saved = self.buffers.pop(("residuals", k))
-        message = arrived(self.buffers.pop(("message", k)))
-        params = self.versions[i.version + self.update_shift]
-        (gradient, self.sums), self.done = self.calls["backward"](params, kept, saved, message, self.taken_sums(params), self.draw(k))
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        kept, saved = held.buffers.pop(("residuals", k))
+        message = arrived(held.buffers.pop(("message", k)))
+        params = held.versions[i.version + self.version_shift]
+        (gradient, held.sums), self.done = self.calls["backward"](params, kept, saved, message, self.taken_sums(params), self.draw(k))
         self.after_backward(k, gradient)
 
     def forward_backward(self, i: ForwardBackward) -> None:
-        k = i.microbatch + self.microbatch_shift
-        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k))
-        params = self.versions[i.version + self.update_shift]
-        arguments = params, self.layer_state, x, labels, self.taken_sums(params), self.draw(k)
-        (gradient, self.sums, self.layer_state), self.done = self.calls["forward_backward"](*arguments)
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        x, labels = held.take_inputs(k)
+        params = held.versions[i.version + self.version_shift]
+        arguments = params, held.layer_state, x, labels, self.taken_sums(params), self.draw(k)
+        (gradient, held.sums, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
 
     def taken_sums(self, params: Tree) -> Tree:
-        """What the batch has accumulated, nothing if the last one was set aside: the computation writes into its memory."""
-        return self.sums if self.sums is not None else self.calls["zero_sums"](params)
+        """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
+        return self.held.sums if self.held.sums is not None else self.calls["zero_sums"](params)
 
     def after_backward(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient to be sent; set the batch aside if it is complete and waits for those of other replicas."""
-        if not self.first:
-            self.buffers["gradient", k] = gradient
-        if self.replicas > 1 and (k + self.replicas) // self.every > k // self.every:
-            self.buffers["sums", k // self.every] = self.sums
-            self.sums = None
+        """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for other replicas."""
+        if not self.functions.first:
+            self.held.buffers["gradient", k] = gradient
+        if self.replicas > 1:
+            every = self.plan.microbatches_per_update(self.stage)
+            if (k + self.replicas) // every > k // every:
+                self.held.buffers["sums", k // every], self.held.sums = self.held.sums, None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
-        batch = i.batch + self.update_shift
-        part = self.buffers.pop(("sums", batch)), floats_of(self.layer_state) if self.averages else []
-        return self.transport.all_reduce(i, batch, part, self.calls["add"], self.calls["finish"])
+        held, update = self.held, i.batch + self.version_shift
+        part = held.buffers.pop(("sums", update)), floats_of(held.layer_state) if self.averages else []
+        return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
-        self.buffers["summed", i.batch + self.update_shift] = total
-        if self.last and self.replica == 0:
-            self.finish(i.batch + self.update_shift, total[2])
+        update = i.batch + self.version_shift
+        self.held.buffers["summed", update] = total
+        if self.functions.last and self.replica == 0:
+            self.finish(update, total[2])
 
     def sum_squares(self, i: SumSquares) -> None:
-        batch = i.batch + self.update_shift
+        held, update, sums = self.held, i.batch + self.version_shift, self.held.sums
         if self.replicas > 1:
-            self.buffers["summed", batch] = arrived(self.buffers["summed", batch])
-        sums = self.sums if self.replicas == 1 else self.buffers["summed", batch][0]
-        later = arrived(self.buffers.pop(("squares", batch), ()))
-        self.squares = (self.calls["sum_squares"](sums), *later)
-        if self.first:
-            self.norm = self.calls["norm"](self.squares)
+            held.buffers["summed", update] = arrived(held.buffers["summed", update])
+            sums = held.buffers["summed", update][0]
+        later = arrived(held.buffers.pop(("squares", update), ()))
+        held.squares = (self.calls["sum_squares"](sums), *later)
+        if self.functions.first:
+            held.norm = self.calls["norm"](held.squares)
 
     def send(self, i: Send) -> None:
-        k = i.microbatch + self.microbatch_shift
+        held, k = self.held, i.microbatch + self.microbatch_shift
         tree: Tree
         match i.message:
             case "norm":
-                tree = self.norm
+                tree = held.norm
             case "squares":
-                tree, self.squares = self.squares, ()
+                tree, held.squares = held.squares, ()
             case message:
-                tree = self.buffers.pop(("output" if message == "activation" else "gradient", k))
+                tree = held.buffers.pop(("output" if message == "activation" else "gradient", k))
         self.transport.send(i, k, tree)
 
     def receive(self, i: Receive) -> None:
-        k = i.microbatch + self.microbatch_shift
+        held, k = self.held, i.microbatch + self.microbatch_shift
         tree = self.transport.receive(i, k)
         match i.message:
             case "norm":
-                self.norm = arrived(tree)
+                held.norm = arrived(tree)
             case "squares":
-                self.buffers["squares", k // self.microbatches] = tree
+                held.buffers["squares", k // self.plan.microbatches] = tree
             case message:
-                self.buffers["inputs" if message == "activation" else "message", k] = tree
+                held.buffers["inputs" if message == "activation" else "message", k] = tree
 
     def update(self, i: Update) -> None:
-        batch, kind = i.batch + self.update_shift, update_kind(i)
-        sums = self.sums if self.replicas == 1 else self.summed(batch)
-        params = self.versions[batch]
-        retired = () if i.retires is None else (self.versions.pop(i.retires + self.update_shift),)
+        held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
+        sums = self.summed(update) if self.replicas > 1 else held.sums
+        params = held.versions[update]
+        retired = () if i.retires is None else (held.versions.pop(i.retires + self.version_shift),)
         memory = retired if kind == "into_retired" else ()
-        arguments = *memory, params, self.optimizer, sums, self.norm
-        (self.versions[batch + 1], self.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
-        if self.replicas == 1 or self.sums is None:
-            self.sums = zeros
-        if self.last and self.replicas == 1:
-            self.finish(batch, found)
-        if self.last and self.replica == 0 and self.norm is not None:
-            self.found.norms[batch] = self.norm
+        arguments = *memory, params, held.optimizer, sums, held.norm
+        (held.versions[update + 1], held.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
+        if held.sums is None or self.replicas == 1:
+            held.sums = zeros
+        if self.functions.last and self.replicas == 1:
+            self.finish(update, found)
+        if self.functions.last and self.replica == 0 and held.norm is not None:
+            self.found.norms[update] = held.norm
 
-    def summed(self, batch: int) -> Tree:
-        """What the replicas have accumulated together; their layer states become the mean with it if they average them now."""
-        sums, means, _ = arrived(self.buffers.pop(("summed", batch)))
+    def summed(self, update: int) -> Tree:
+        """The accumulators summed over all replicas; the layer state becomes its mean if replicas average it with each update."""
+        sums, means, _ = arrived(self.held.buffers.pop(("summed", update)))
         if self.averages:
-            self.layer_state = with_floats(self.layer_state, means)
+            self.held.layer_state = with_floats(self.held.layer_state, means)
         return sums
 
     def finish(self, update: int, found: Tree) -> None:
-        """Note (mean loss, weight); where several updates make a batch, with the last of them."""
-        self.buffers["loss", update] = found
-        if (update + 1) % self.updates_per_batch == 0:
-            batch = update // self.updates_per_batch
-            updates = range(batch * self.updates_per_batch, update + 1)
-            self.found.losses[batch] = [self.buffers.pop(("loss", g)) for g in updates]
+        """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""
+        buffers, rate = self.held.buffers, self.plan.updates_per_batch(self.stage)
+        buffers["loss", update] = found
+        if (update + 1) % rate == 0:
+            self.found.losses[update // rate] = [buffers.pop(("loss", g)) for g in range(update + 1 - rate, update + 1)]
 
     def release(self, i: Release) -> None:
-        del self.versions[i.version + self.update_shift]
+        del self.held.versions[i.version + self.version_shift]
 
     def evaluate(self, i: Evaluate) -> None:
-        k = i.microbatch
-        x, labels = arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
-        y = self.calls["evaluate"](self.versions[i.version], self.layer_state, x, labels)
-        if self.last:
+        held, k = self.held, i.microbatch
+        x, labels = held.take_inputs(k)
+        y = self.calls["evaluate"](held.versions[i.version], held.layer_state, x, labels)
+        if self.functions.last:
             self.found.evaluations[k] = y
         else:
-            self.buffers["output", k] = y
+            held.buffers["output", k] = y
 
 
 _METHODS: dict[type, Callable[[_Worker, Any], None]] = {

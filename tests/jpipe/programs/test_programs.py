@@ -1,10 +1,11 @@
-"""Lowering and simulating: every schedule is proved, every damaged program is refused, the grids are the ones on file."""
+"""Lowering and simulating: every schedule is verified, every damaged program is rejected, the grids are the ones on file."""
 
 import dataclasses
 import inspect
 import math
 import pathlib
 import random
+import re
 import sys
 
 import pytest
@@ -72,7 +73,7 @@ def versions_alive(plan: Plan, s: int) -> int:
 @pytest.mark.newest
 @settings(deadline=None, max_examples=150)
 @given(fields=plans(), start=st.integers(0, 5), batches=st.integers(1, 5))
-def test_every_schedule_is_proved_and_holds_as_many_versions_as_the_table_says(fields, start, batches):
+def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says(fields, start, batches):
     plan = Plan.even(**fields)
     prediction = simulate(lower(plan, start + batches, begin=start, start=start))
     for s, most in enumerate(prediction.versions_alive):
@@ -134,7 +135,7 @@ def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between
 
 @settings(deadline=None, max_examples=100)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), clips=st.booleans(), seed=st.integers(0, 9))
-def test_replicated_plans_are_proved_whatever_things_cost(fields, start, batches, clips, seed):
+def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, clips, seed):
     plan = Plan.even(**fields)
     program = lower(plan, start + batches, begin=start, start=start, clips=clips and SCHEDULES[plan.schedule].flushes)
     rng = random.Random(seed)
@@ -208,6 +209,43 @@ def test_a_damaged_program_is_refused_with_the_grid(fields, data):
         return
     with pytest.raises(ProgramError, match=r"(?s)tick +\|.*worker 0 +\|"):
         simulate(dataclasses.replace(program, instructions=instructions))
+
+
+def test_the_words_of_each_violation():
+    kinds = ["lost", "twice", "other version", "other microbatch", "retired early", "never retired", "swapped on its worker"]
+    programs = (
+        lower(Plan.even("ab", 2, "pipedream", 1), 3),
+        lower(Plan.even("ab", 2, "pipedream_2bw", 4, replicas=(2, 1)), 3),
+        lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, clips=True),
+    )
+    found = set()
+    for program in programs:
+        items = program.instructions
+        changed = [damaged(items, kind, at) for kind in kinds for at in range(len(items))]
+        changed += [(*items[:at], items[at + 1], items[at], *items[at + 2 :]) for at in range(len(items) - 1)]
+        for instructions in filter(None, changed):
+            try:
+                simulate(dataclasses.replace(program, instructions=instructions))
+            except ProgramError as error:
+                what = str(error).splitlines()[0].partition(": ")[2]
+                found.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
+    used = ("gradient", "inputs", "labels", "later squares", "message", "norm", "output", "residuals", "squares", "summed", "sums")
+    assert found == {
+        *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
+        *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
+        "deadlock, workers … wait for each other",
+        "left behind: …",
+        "update … after … backwards, expected …",
+        "versions … are left, expected …",
+        "…: the schedule's next computation is …",
+        "… at version …, expected version …",
+        "… frees version …, alive are …",
+        "… leaves versions … alive, expected at most …",
+        "… reads version …, alive are …",
+        "… reads version …, the formula says …",
+        "… stands before its … in the total order",
+        "… stands before the sum of … in the total order",
+    }
 
 
 def test_a_deadlock_is_shown():

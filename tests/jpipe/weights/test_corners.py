@@ -196,15 +196,15 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
         assert after[kept] == before[kept]
 
 
-def test_init_proves_the_programs(monkeypatch):
+def test_init_verifies_the_programs(monkeypatch):
     from jpipe.programs import ProgramError, _lower
 
-    write = _lower._Run._write
+    write = _lower._Listing.write
 
-    def forgets_an_update(run, time, *instructions):
-        write(run, time, *(i for i in instructions if not (isinstance(i, Update) and i.batch == 1)))
+    def forgets_an_update(listing, time, *instructions):
+        write(listing, time, *(i for i in instructions if not (isinstance(i, Update) and i.batch == 1)))
 
-    monkeypatch.setattr(_lower._Run, "_write", forgets_an_update)
+    monkeypatch.setattr(_lower._Listing, "write", forgets_an_update)
     stack = plain_stack(2)
     with pytest.raises(ProgramError, match="worker 0"):
         Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), squares, momentum()).init(jax.random.key(0), batches_of(1, 4)[0])
