@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.errors import PeerLost
 from jpipe.plan import Plan
-from jpipe.processes._membership import PeerLost, Processes
+from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Program, Update
 from jpipe.runtime._interpreter import Found
 from jpipe.runtime._transport import arrived

@@ -19,8 +19,7 @@ import pytest
 from jax._src import distributed
 
 from jpipe import InputError
-from jpipe.processes import _channel, handshake
-from jpipe.processes import _membership as _processes
+from jpipe.processes import _finding, _inbox, handshake
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
@@ -183,7 +182,7 @@ def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
         go_on(processes[1])
         how = "process 1 stopped: ValueError: no data; process"
         told = [
-            f"jpipe.processes._membership.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
+            f"jpipe.errors.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
             "ValueError: no data",
             f"jpipe: {how} 2 stops while waiting for all processes to finish",
         ]
@@ -235,7 +234,7 @@ class Nobody:
 def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
     resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
-    with _channel._listen_at(host) as listener:
+    with _finding._listen_at(host) as listener:
         assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
 
 
@@ -269,7 +268,7 @@ def test_a_run_of_one_process_needs_no_other():
 
 
 def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
-    monkeypatch.setattr(_processes, "_BLAME_SECONDS", 0.0)
+    monkeypatch.setattr(_inbox, "_BLAME_SECONDS", 0.0)
 
     def fails():
         return [1 / 0]
@@ -288,10 +287,10 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
 
 def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
     processes = Processes.join(store=Nobody())
-    before = [processes._beat().still for _ in range(2)]
+    before = [processes._waits.beat().still for _ in range(2)]
     with processes.waiting("the sum", (1, 2)):
-        assert str(processes._longest_wait()) == "the sum of processes 1, 2"
-    assert [*before, processes._beat().still, processes._beat().still] == [1.0, 2.0, 0.0, 1.0]
+        assert str(processes._waits.longest()) == "the sum of processes 1, 2"
+    assert [*before, processes._waits.beat().still, processes._waits.beat().still] == [1.0, 2.0, 0.0, 1.0]
 
 
 def test_what_comes_has_the_size_of_its_part():
