@@ -27,12 +27,13 @@ from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
 from jpipe.runtime._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
+from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._placement import checked_devices, device_names, place
 from jpipe.runtime._plain import Plain, filled
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState
-from jpipe.runtime._transport import Transport, arrived, progress, to_host
+from jpipe.runtime._transport import Transport, progress, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._bytes import measure_bytes
 from jpipe.stages._compile import (

@@ -23,7 +23,7 @@ from jpipe.processes import _finding, _inbox, handshake
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
-from jpipe.runtime import _metrics, _transport
+from jpipe.runtime import _lanes, _metrics
 
 PROGRAM = Path(__file__).parents[1] / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
@@ -274,7 +274,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         return [1 / 0]
 
     for thread in (
-        lambda processes: _transport._Lane().put(fails, (), processes.fail),
+        lambda processes: _lanes.Lane().put(fails, (), processes.fail),
         lambda processes: _metrics._tell(processes, "loss", fails),
     ):
         processes = Processes.join(store=Nobody())
@@ -282,7 +282,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         with pytest.raises(ZeroDivisionError):
             processes.receive("loss")
         with pytest.raises(ZeroDivisionError):
-            _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
+            _lanes.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 
 
 def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
@@ -295,7 +295,7 @@ def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
 
 def test_what_comes_has_the_size_of_its_part():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _transport.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 
