@@ -1,8 +1,8 @@
-"""The channel between the processes of a run: a star of connections, lines of JSON, one thread a process that does the talking.
+"""The channel between the processes of a run: a star of connections, lines of JSON, one thread per process.
 
-Process 0 listens, the others connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The thread keeps
-listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass here. Who
-connects proves that it belongs to the run (`jpipe.processes.handshake`).
+Process 0 listens, the others connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The channel's thread
+keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass here.
+Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from jpipe.processes._coordinator import Beat, Coordinator, Message
 from jpipe.processes._finding import Store, connect_to_first, wait_for_others
 from jpipe.processes.handshake import Caller, Door
 
-_LOOK = 0.01  # seconds between two looks at who wants to come in
+_LOOK = 0.01  # seconds between two polls of the door
 _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 
 
@@ -48,15 +48,15 @@ class Limits:
 
 
 class Channel:
-    """One process's end of the channel. A run of one process has no thread and no connection: the desk answers at once.
+    """One process's end of the channel. A run of one process has no thread and no connection: the coordinator answers at once.
 
     Args:
         index: which process this is.
         count: how many there are.
         limits: how long a process may be silent.
-        take: is given what process 0 says to all, and `{"lost": how, "at once": …}` for a process that this one sees no more, at once
-            if it was process 0; called by the talking thread.
-        beat: what this process says of itself; called once a beat by the talking thread.
+        take: is given what process 0 sends to all, and `{"lost": how, "at once": …}` for a process whose connection is lost, at once
+            if it is process 0; called by the channel's thread.
+        beat: what this process says of itself; called once per beat by the channel's thread.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
@@ -70,7 +70,7 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def open(self, store: Store, limit: float, secret: bytes | None = None) -> None:
-        """Find the others and begin to talk; does not wait until all are there.
+        """Find the others and start the thread; does not wait until all have joined.
 
         Args:
             store: where process 0 leaves its address, and a token of this channel.
@@ -79,7 +79,7 @@ class Channel:
 
         Raises:
             InputError: process 0 cannot be reached, or has another secret.
-            OSError: the talking thread cannot begin.
+            OSError: the thread cannot start.
         """
         if self._index == 0:
             talk = self._serve(wait_for_others(store, secret))
@@ -110,21 +110,21 @@ class Channel:
             self._loop.call_soon_threadsafe(self._send, message)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Let the talking thread, which asks for it, do something later; nothing where there is none."""
+        """Have the channel's thread, which calls this, do something later; nothing in a run of one process."""
         if self._thread is not None:
             self._loop.call_later(seconds, action)
 
     def hang_up(self) -> None:
-        """All are at the end; called by the talking thread."""
+        """All have finished; called by the channel's thread."""
         self._closing.set()
 
     def join(self) -> None:
-        """Wait until the talking thread has ended, after `hang_up`."""
+        """Wait until the channel's thread has ended, after `hang_up`."""
         if self._thread is not None:
             self._thread.join()
 
     def be_last(self) -> None:
-        """Return when all that talk to this process are gone; at once in any but process 0. A loss ends the process if they stay."""
+        """Return when all connections to process 0 are closed; at once elsewhere. After a loss the process is ended if they stay open."""
         while self._index == 0 and self._peers:
             time.sleep(0.01)
 
@@ -180,7 +180,7 @@ class Channel:
         await listening
 
     async def _keep_beating(self) -> None:
-        """Say what this process does, and count the beats since the others did: the time this one is stopped itself does not count."""
+        """Send what this process does, and count the beats since the others did: time during which this one is stopped does not count."""
         while not self._closing.is_set():
             self._send({"beat": asdict(self._beat())})
             if self._index == 0:

@@ -227,7 +227,7 @@ class Processes:
             self._channel.post({"meet": place, "facts": facts})
             return self._inbox.answer(place)
 
-    # The talking thread does the rest.
+    # Called by the channel's thread.
 
     def _take(self, message: Message) -> None:
         """What process 0 says to all, and what this one has noticed itself."""

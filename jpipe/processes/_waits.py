@@ -59,7 +59,7 @@ class Waits:
         return max(list(self._of_threads.values()), key=lambda wait: wait.beats, default=None)
 
     def beat(self) -> Beat:
-        """Count one more beat, and say where the main thread is and what the longest wait is for; called by one thread only."""
+        """Count one more beat, and say where the main thread is and what the longest wait is for; for one thread only."""
         for wait in list(self._of_threads.values()):
             wait.beats += 1
         seen, self._seen = self._seen, self._progress() + self._moves

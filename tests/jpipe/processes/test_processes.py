@@ -16,10 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax._src import distributed
 
 from jpipe import InputError
-from jpipe.processes import _finding, _inbox, handshake
+from jpipe.processes import _finding, _inbox, handshake, jax_internals
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
@@ -245,7 +244,7 @@ def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: jpipe/processes/0\nmore")
 
     state = types.SimpleNamespace(process_id=1, num_processes=2, coordinator_address="node7:1", client=Silent())
-    monkeypatch.setattr(distributed, "global_state", state)
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError) as caught:
         Processes.join(limit=0.2)
     assert str(caught.value) == (

@@ -7,11 +7,11 @@ import re
 import socket
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
-from jax._src import distributed as jax_state
 from jax.extend import backend
 
 from jpipe import InputError
@@ -321,8 +321,8 @@ def test_a_place_in_jaxs_store_that_is_taken_is_told(monkeypatch):
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
-    monkeypatch.setattr(jax_state, "global_state", jax_state.State())
-    monkeypatch.setattr(jax_state.global_state, "client", Taken(), raising=False)
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=Taken())
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
         JaxStore().put("word")
 
