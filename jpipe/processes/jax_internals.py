@@ -3,6 +3,7 @@
 JAX is imported late: the channel between the processes needs none of it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -18,7 +19,7 @@ def distributed_state() -> Any:
 
 def detect_cluster(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: int
-) -> tuple[str | None, int | None, int | None, list[int] | None]:
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """What JAX finds out about the cluster around this process: those of the arguments that are None, and this process's devices.
 
     `jax.distributed.initialize` does this too, but connects at once, and may then end the process.
@@ -46,12 +47,14 @@ def keep_gloo_at(host: str) -> None:
 
     try:
         from jax._src.xla_bridge import make_cpu_client
-        from jaxlib._jax import make_gloo_tcp_collectives
-    except ImportError:
+        from jaxlib import _jax
+
+        make_collectives: Callable[..., Any] = _jax.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):
         return
 
     def client() -> Any:
-        collectives = make_gloo_tcp_collectives(distributed_client=distributed_state().client, hostname=host)
+        collectives = make_collectives(distributed_client=distributed_state().client, hostname=host)
         return make_cpu_client(collectives=collectives)
 
     backend.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
