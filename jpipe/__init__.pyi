@@ -1,10 +1,9 @@
 from . import checkpoints, errors, files, model, plan, processes, programs, runtime, schedules, stages
-from .errors import InputError
+from .errors import InputError, PeerLost
 from .model._layer import Layer
 from .model._stack import LayerStack
 from .pipeline import Pipeline
 from .plan import Plan, Stage
-from .processes._membership import PeerLost
 from .programs._costs import Link
 from .programs._lower import lower
 from .programs._simulate import simulate

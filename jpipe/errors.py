@@ -1,4 +1,4 @@
-"""The error for a caller's mistake, and how a failed validation is told: where, expected, found, what to change."""
+"""The errors that jpipe raises, and how a failed validation is told: where, expected, found, what to change."""
 
 import difflib
 import reprlib
@@ -28,6 +28,10 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.args)
+
+
+class PeerLost(RuntimeError):
+    """A process of the run died, hung or stopped: the message names it, how, and what this process was waiting for, in one line."""
 
 
 def cause(error: BaseException) -> str:

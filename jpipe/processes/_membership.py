@@ -1,4 +1,4 @@
-"""The processes of one run: they agree before they start, tell each other numbers, and notice who died, hangs or stopped.
+"""The processes of one run: they agree before they start, broadcast numbers, and notice who died, hangs or stopped.
 
 Nothing here knows of pipelines, and no arrays pass.
 """
@@ -7,35 +7,17 @@ import contextlib
 import os
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jpipe.errors import InputError
-from jpipe.processes._channel import Channel, JaxStore, Limits, Store
-from jpipe.processes._coordinator import Beat, Message
-from jpipe.processes._main_thread import main_thread_calls
+from jpipe.errors import InputError, PeerLost
+from jpipe.processes._channel import Channel, Limits
+from jpipe.processes._coordinator import Message
+from jpipe.processes._finding import JaxStore, Store
+from jpipe.processes._inbox import Inbox
+from jpipe.processes._waits import Wait, Waits
 
-_NUMBERS = 65536  # that wait to be read; where nobody reads them the oldest go
 _END = "the end"  # where all meet last
-_BLAME_SECONDS = 20.0  # in which a death is heard of that made something fail here
-
-
-class PeerLost(RuntimeError):
-    """A process of the run died, hung or stopped: the message names it, how, and what this process was waiting for, in one line."""
-
-
-class _Wait:
-    """A wait of a thread. Its length is counted in beats: the time this process itself is stopped does not count."""
-
-    __slots__ = ("beats", "limit", "on", "what")
-
-    def __init__(self, what: object, on: tuple[int, ...], limit: float) -> None:
-        self.what, self.on, self.limit, self.beats = what, on, limit, 0
-
-    def __str__(self) -> str:
-        who = f" of process{'es' if len(self.on) > 1 else ''} {', '.join(map(str, self.on))}" if self.on else ""
-        return f"{self.what}{who}"
 
 
 class Processes:
@@ -51,16 +33,9 @@ class Processes:
 
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
-        self._progress, self._seen, self._still = progress, 0, 0  # beats since it was seen to grow
-        self._calls = 0  # what was told, and waits that are over: progress, too
-        self._changed = threading.Condition()  # guards the next four, which threads of the caller wait for
-        self._lost: str | None = None
-        self._failed: BaseException | None = None
-        self._answers: dict[str, list[str]] = {}
-        self._messages: dict[str, tuple[float, ...]] = {}
+        self._waits, self._inbox = Waits(limits.beat, progress), Inbox()
         self._left = False  # whether the caller knows how the run ended, and says so itself
-        self._waits: dict[int, _Wait] = {}  # one a thread
-        self._channel = Channel(index, count, limits, self._take, self._beat)
+        self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
     @classmethod
     def join(
@@ -123,34 +98,33 @@ class Processes:
         """Send numbers to all processes, this one too; does not wait.
 
         Args:
-            name: under which to ask for them; told once in a run, by one process.
+            name: under which to ask for them; broadcast once in a run, by one process.
             values: they arrive bit for bit.
         """
-        self._calls += 1
+        self._waits.moved()
         self._channel.post({"broadcast": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
 
     def receive(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
-        """Wait for numbers that a process tells. They can be read once; of those nobody reads the last 65,536 are kept.
+        """Wait for numbers that a process broadcasts. They can be read once; of those nobody reads the last 65,536 are kept.
 
         Args:
-            name: under which they are told.
-            on: the process that tells them, where known: to be named if they do not come.
+            name: under which they are broadcast.
+            on: the process that broadcasts them, where known: to be named if they do not come.
             what: they are, in words; their name where not given.
 
         Raises:
             PeerLost: the run is lost.
         """
         with self.waiting(name if what is None else what, on):
-            self._await(lambda: name in self._messages)
-            return self._messages.pop(name)
+            return self._inbox.message(name)
 
     def has_message(self, name: str) -> bool:
-        """Whether numbers that a process tells have come here and nobody has read them; does not wait.
+        """Whether numbers that a process broadcasts have come here and nobody has read them; does not wait.
 
         Args:
-            name: under which they are told; where none are read, several processes may tell them, and more than once.
+            name: under which they are broadcast; where none are read, several processes may do so, and more than once.
         """
-        return name in self._messages
+        return self._inbox.has_message(name)
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
@@ -167,23 +141,17 @@ class Processes:
         Raises:
             PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
         """
-        thread = threading.get_ident()
-        outer = self._waits.get(thread)
         others = () if on is None else (on,) if isinstance(on, int) else tuple(on)
-        self._waits[thread] = _Wait(what, others, self._limits.wait if limit is None else limit)
+        outer = self._waits.begin(Wait(what, others, self._limits.wait if limit is None else limit))
         try:
             yield
-            self._calls += 1
-        except Exception as error:
-            with self._changed:  # of the death behind it the channel hears at about the same time
-                if self.count > 1 and self._changed.wait_for(lambda: self._lost is not None, timeout=1.0):
-                    raise PeerLost(self._lost) from error
+            self._waits.moved()
+        except Exception as error:  # of the death behind it the channel hears at about the same time
+            if self.count > 1 and (lost := self._inbox.lost_within(1.0)) is not None:
+                raise PeerLost(lost) from error
             raise
         finally:
-            if outer is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = outer
+            self._waits.end(outer)
 
     def check(self) -> None:
         """Return unless the run is lost, or something failed in a thread (see `fail`); for loops that wait in Python.
@@ -191,10 +159,7 @@ class Processes:
         Raises:
             PeerLost: the run is lost.
         """
-        if self._lost is not None:
-            raise PeerLost(self._lost)
-        if self._failed is not None:
-            raise self._failed
+        self._inbox.check()
 
     def fail(self, error: BaseException) -> None:
         """Say that a thread of this process failed that nobody waits for: the waits of all others raise the first such error.
@@ -204,10 +169,7 @@ class Processes:
         Args:
             error: what it failed by.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._lost is not None, timeout=_BLAME_SECONDS):
-                self._failed = self._failed or error
-                self._changed.notify_all()
+        self._inbox.fail(error)
 
     def stop(self, reason: str) -> None:
         """This process gives up and ends: all others raise `PeerLost` with its reason.
@@ -217,8 +179,7 @@ class Processes:
         """
         self._left = True
         self._channel.post({"stop": reason})
-        with self._changed:  # what comes back has gone to all
-            self._changed.wait_for(lambda: self._lost is not None, timeout=self._limits.grace)
+        self._inbox.lost_within(self._limits.grace)  # what comes back has gone to all
 
     def close(self) -> None:
         """Leave the run: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
@@ -229,7 +190,7 @@ class Processes:
         Raises:
             PeerLost: a process was lost before all were here.
         """
-        if self._lost is None and not self._left:
+        if self._inbox.lost is None and not self._left:
             self._meet(_END, {}, "all processes to finish", 600.0)
             self._channel.join()
         self._left = True
@@ -240,22 +201,22 @@ class Processes:
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
-        if self._left and self._lost is None:
+        if self._left and self._inbox.lost is None:
             return
         error, told = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
         try:
             if error is not None:
                 raise error
             self.close()
-            if self._lost is None:
+            if self._inbox.lost is None:
                 return
         except BaseException as failure:
             told = told or failure is error
-            if self._lost is None:
+            if self._inbox.lost is None:
                 self.stop(traceback.format_exception_only(failure)[-1].strip())
         self._left = True
         if not told:
-            os.write(2, f"jpipe: {self._lost}\n".encode())
+            os.write(2, f"jpipe: {self._inbox.lost}\n".encode())
         sys.stdout.flush()
         sys.stderr.flush()
         self._channel.be_last()
@@ -264,61 +225,40 @@ class Processes:
     def _meet(self, place: str, facts: dict[str, str], what: str, limit: float) -> list[str]:
         with self.waiting(what, limit=limit):
             self._channel.post({"meet": place, "facts": facts})
-            self._await(lambda: place in self._answers)
-            return self._answers.pop(place)
+            return self._inbox.answer(place)
 
-    def _await(self, found: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: found() or self._lost is not None or self._failed is not None)
-            if not found():
-                self.check()
-
-    # The rest is done by the talking thread.
-
-    def _beat(self) -> Beat:
-        for wait in list(self._waits.values()):
-            wait.beats += 1
-        seen, self._seen = self._seen, self._progress() + self._calls
-        self._still = self._still + 1 if self._seen == seen else 0
-        place = " called by ".join(main_thread_calls()[:3])
-        longest = self._longest_wait()
-        if longest is None:
-            return Beat(place, still=self._still * self._limits.beat)
-        seconds, still = longest.beats * self._limits.beat, self._still * self._limits.beat
-        return Beat(place, str(longest.what)[:500], longest.on, seconds, longest.limit, still)
-
-    def _longest_wait(self) -> _Wait | None:
-        return max(list(self._waits.values()), key=lambda wait: wait.beats, default=None)
+    # Called by the channel's thread.
 
     def _take(self, message: Message) -> None:
         """What process 0 says to all, and what this one has noticed itself."""
-        with self._changed:
-            match message:
-                case {"met": place, "differences": differences}:
-                    self._answers[place] = differences
-                    if place == _END:
-                        self._channel.hang_up()
-                case {"broadcast": name, "values": values}:
-                    data = bytes.fromhex(values)
-                    self._messages[name] = struct.unpack(f"<{len(data) // 8}d", data)
-                    if len(self._messages) > _NUMBERS:
-                        del self._messages[next(iter(self._messages))]
-                case {"lost": how}:
-                    self._lose(how, message.get("at once", False))
-            self._changed.notify_all()
+        match message:
+            case {"met": place, "differences": differences}:
+                self._inbox.put_answer(place, differences)
+                if place == _END:
+                    self._channel.hang_up()
+            case {"broadcast": name, "values": values}:
+                data = bytes.fromhex(values)
+                self._inbox.put_message(name, struct.unpack(f"<{len(data) // 8}d", data))
+            case {"lost": how}:
+                self._lose(how, message.get("at once", False))
 
     def _lose(self, how: str, at_once: bool) -> None:
-        if self._lost is None:
-            wait = self._longest_wait()
-            text = f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else "")
-            self._lost = "".join(c if c.isprintable() else " " for c in text)
+        lost = self._inbox.lost or self._what_is_lost(how)
+        if at_once:  # before a thread of the caller hears of it
+            self._end(lost)
+        if self._inbox.lost is None:
             # Process 0 goes last, for JAX aborts the others when its coordinator ends.
-            self._channel.later(self._limits.grace + (self.index == 0), self._end)
-        if at_once:
-            self._end()
+            self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
+            self._inbox.lose(lost)
 
-    def _end(self) -> None:
+    def _what_is_lost(self, how: str) -> str:
+        """In one line how the run was lost, and what this process was waiting for then."""
+        wait = self._waits.longest()
+        text = f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else "")
+        return "".join(c if c.isprintable() else " " for c in text)
+
+    def _end(self, lost: str) -> None:
         """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
         if not self._left:
-            os.write(2, f"jpipe: {self._lost}\n".encode())
+            os.write(2, f"jpipe: {lost}\n".encode())
         os._exit(1)

@@ -14,9 +14,10 @@ from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
+from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._state import State, WorkerState, fingerprint
-from jpipe.runtime._transport import Transport, arrived, to_host
+from jpipe.runtime._transport import Transport, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._compile import CompiledStage, compile_workers, reduced_spec, with_metrics

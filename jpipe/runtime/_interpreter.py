@@ -25,8 +25,9 @@ from jpipe.programs._instructions import (
     Update,
     shifted,
 )
+from jpipe.runtime._lanes import arrived
 from jpipe.runtime._state import WorkerState
-from jpipe.runtime._transport import Transport, arrived, rows
+from jpipe.runtime._transport import Transport, rows
 from jpipe.stages._compile import CompiledStage, update_kind
 from jpipe.stages._functions import floats_of, with_floats
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.errors import PeerLost
 from jpipe.plan import Plan
-from jpipe.processes._membership import PeerLost, Processes
+from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Program, Update
 from jpipe.runtime._interpreter import Found
-from jpipe.runtime._transport import arrived
+from jpipe.runtime._lanes import arrived
 
 Tree = Any
 Number = jax.Array | np.ndarray

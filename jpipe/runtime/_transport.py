@@ -1,12 +1,7 @@
 """The only code that knows how an array gets from one worker to another."""
 
-import contextlib
 import functools
-import queue
-import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +14,7 @@ from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send
-from jpipe.stages._bytes import nbytes
+from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
 
 Tree = Any
 Devices = tuple[jax.Device, ...]
@@ -206,59 +201,6 @@ class Transport:
         return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
 
 
-class PendingTransfer:
-    """What another process sends, while it is on its way."""
-
-    def __init__(
-        self,
-        future: "Future[Tree]",
-        words: object,
-        on: tuple[int, ...],
-        processes: Processes,
-        specs: Callable[[], Tree],
-        keys: tuple[int, ...] = (),
-    ) -> None:
-        self._future, self._words, self._on, self._processes = future, words, on, processes
-        self._specs, self._keys = specs, keys
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its arrays."""
-        return nbytes(self._entry(self._specs()))
-
-    def __getitem__(self, key: int) -> "PendingTransfer":
-        """One entry of what comes."""
-        return PendingTransfer(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
-
-    def wait(self) -> Tree:
-        """The arrays.
-
-        Raises:
-            PeerLost: a process of the run died, hung or stopped.
-        """
-        if not self._future.done() or self._future.exception() is not None:
-            with self._processes.waiting(self._words, self._on):
-                while not self._future.done():
-                    self._processes.check()
-                    with contextlib.suppress(TimeoutError):
-                        self._future.exception(timeout=_LOOK_SECONDS)
-                while self._future.exception() is not None:  # mostly because a process is gone; the lane finds out and has `check` raise
-                    self._processes.check()
-                    time.sleep(_LOOK_SECONDS)
-        return self._entry(self._future.result())
-
-    def _entry(self, tree: Tree) -> Tree:
-        return functools.reduce(lambda part, key: part[key], self._keys, tree)
-
-
-_LOOK_SECONDS = 0.5
-
-
-def arrived(tree: Tree) -> Tree:
-    """The arrays of a message, waited for if they are still coming from another process."""
-    return tree.wait() if isinstance(tree, PendingTransfer) else tree
-
-
 class _Words(NamedTuple):
     """What a process waits for, put into words only when somebody asks."""
 
@@ -275,30 +217,6 @@ class _Words(NamedTuple):
                 return f"worker {to} to take the {message} of microbatch {self.number}"
 
 
-class _Lane:
-    """A thread that does transfers, one after the other. Each comes with whom to tell of an error: nobody may wait for its result."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
-
-    def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
-        future: Future[Tree] = Future()
-        self._queue.put((transfer, needs, fail, future))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            transfer, needs, fail, future = self._queue.get()
-            try:
-                jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
-                future.set_result(transfer())
-            except BaseException as error:
-                future.set_exception(error)
-                fail(error)
-            del transfer, needs, fail, future  # while this thread waits, nothing that was moved is kept alive
-
-
 def progress() -> int:
     """A number that grows as long as this process moves anything, or begins to."""
     return Collective.done + Transport.calls
@@ -307,12 +225,6 @@ def progress() -> int:
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
 link_between = functools.cache(Connection)
 reduction_over = functools.cache(Reduction)
-
-
-@functools.cache
-def lane_of(devices: Hashable) -> _Lane:
-    """The thread of a link, or of the replicas on a set of devices: groups of the same devices in another order take turns."""
-    return _Lane()
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:

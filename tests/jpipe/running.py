@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
@@ -101,17 +100,17 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:
-    """Equal to float64 rounding."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+    """The same tree of the same shapes and dtypes, with values equal to float64 rounding."""
+    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def check_equal(found, expected) -> None:
     """The same tree of the same shapes, dtypes and values."""
-    chex.assert_trees_all_equal(jax.tree.map(_plain, found), jax.tree.map(_plain, expected), strict=True)
+    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)  # for values bfloat16 is float32 to chex, strict or not
+    chex.assert_trees_all_equal(found, expected)
 
 
 def _plain(leaf):

@@ -59,7 +59,20 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     public = {str(path.relative_to(ROOT)) for path in FILES if not path.name.startswith("_")}
     schedules = {f"schedules/{name}.py" for name in jpipe.schedules.SCHEDULES}
     checkpoints = {f"checkpoints/{name}.py" for name in ("files", "records", "orbax_item", "zstd_frames")}
-    assert public == {"plan.py", "pipeline.py", "errors.py", "files.py", "processes/handshake.py"} | schedules | checkpoints
+    assert (
+        public
+        == {
+            "plan.py",
+            "pipeline.py",
+            "errors.py",
+            "files.py",
+            "processes/addresses.py",
+            "processes/handshake.py",
+            "processes/jax_internals.py",
+        }
+        | schedules
+        | checkpoints
+    )
 
 
 def test_a_room_has_at_most_twelve_modules():
@@ -83,6 +96,16 @@ print(simulate(lower(Plan.even("abcd", 2, "pipedream_2bw", 4), batches=2)).versi
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True, timeout=60, check=False)
     assert (result.stdout, result.stderr) == ("(2, 2)\n", "")
+
+
+def test_jaxs_private_modules_are_imported_in_one_place():
+    importing = {
+        path.relative_to(ROOT.parent).as_posix()
+        for package in ("jpipe", "planner", "train")
+        for path in (ROOT.parent / package).rglob("*.py")
+        if any(name.startswith(("jax._", "jaxlib")) for name in imported(path))
+    }
+    assert importing == {"jpipe/processes/jax_internals.py"}
 
 
 def test_no_code_runs_from_data():

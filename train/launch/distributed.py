@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 
 from jpipe import InputError, join_processes
-from jpipe.processes import Processes, handshake
+from jpipe.processes import Processes, handshake, jax_internals
+from jpipe.processes.addresses import is_loopback
 from train.launch import jax_runtime, rendezvous
 from train.launch.rendezvous import Address
 
@@ -73,7 +74,7 @@ def start(
         return 1
     _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
     if me.process_id == 0:
-        if _secret is None and not jax_runtime.is_loopback(me.coordinator.host):
+        if _secret is None and not is_loopback(me.coordinator.host):
             _warn(
                 f"no secret is set: whoever reaches port {me.coordinator.port} of this host can come as one of the processes; "
                 f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
@@ -195,16 +196,9 @@ def _whole(variable: str) -> int | None:
 
 
 def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
-    """What JAX finds out about the cluster for those that are None, and the devices of this process.
-
-    JAX has no public way to ask without connecting, and connecting is what can end the process (`train.launch.rendezvous`).
-    """
-    from jax._src.clusters import ClusterEnv
-
+    """What JAX finds out about the cluster for those that are None, and the devices of this process."""
     try:
-        coordinator, num_processes, process_id, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            *known, local_device_ids=None, cluster_detection_method=None, initialization_timeout=math.ceil(limit)
-        )
+        coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
     except Exception as error:  # what a cluster's own tools raise
         raise InputError(
             f"JAX takes this for a process of a cluster and cannot read which: {' '.join(str(error).split()) or type(error).__name__}; "

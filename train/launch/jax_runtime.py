@@ -1,15 +1,13 @@
 """JAX's runtime between the processes of a run: how it starts, and at which addresses it listens."""
 
-import ipaddress
 import math
 import os
-from collections.abc import Callable
-from typing import Any
 
 import jax
-from jax.extend import backend
 
 from jpipe import InputError
+from jpipe.processes import jax_internals
+from jpipe.processes.addresses import is_loopback
 from train.launch.rendezvous import Address
 
 # Without a heartbeat for so long JAX ends the process by SIGABRT. It counts the time in which this process itself is stopped, so it has to
@@ -54,7 +52,7 @@ def start(
     except jax.errors.JaxRuntimeError as error:
         raise InputError(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
     if is_loopback(coordinator.host):
-        _keep_gloo_on_loopback()
+        jax_internals.keep_gloo_at("127.0.0.1")
 
 
 def listening(coordinator: Address) -> Address | None:
@@ -69,32 +67,3 @@ def listening(coordinator: Address) -> Address | None:
         return Address("127.0.0.1", coordinator.port) if coordinator.host == "localhost" else coordinator
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     return None if bind is None else Address.parse(bind, "JAX_COORDINATOR_BIND_ADDRESS")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it: other names may be loopback addresses here and others elsewhere."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _keep_gloo_on_loopback() -> None:
-    """Have gloo, which carries the arrays between CPUs, listen at 127.0.0.1 and not at the address of the host's own name.
-
-    JAX has no public setting for it, so its private names are used here. Where a version of JAX has other ones, gloo listens as before.
-    """
-    try:
-        from jax._src import distributed
-        from jax._src.xla_bridge import make_cpu_client
-        from jaxlib import _jax
-
-        make_collectives: Callable[..., Any] = _jax.make_gloo_tcp_collectives
-    except (ImportError, AttributeError):
-        return
-
-    def client() -> Any:
-        collectives = make_collectives(distributed_client=distributed.global_state.client, hostname="127.0.0.1")
-        return make_cpu_client(collectives=collectives)
-
-    backend.register_backend_factory("cpu", client, priority=0, fail_quietly=False)

@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from jpipe import InputError
 from jpipe.processes import handshake
+from jpipe.processes.addresses import listen_everywhere
 from jpipe.processes.handshake import Caller, Door
 
 _PURPOSE = "meeting"  # of these connections, for the handshake
@@ -150,13 +151,11 @@ def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
 
 
 def _listen(address: Address, listen: Address | None) -> socket.socket:
-    """At one address, or on all networks, as JAX's coordinator does, IPv4 and IPv6 where there is both."""
+    """At one address, or on all networks, as JAX's coordinator does."""
     host, port = listen or ("::", address.port)
     try:
-        if host == "::" and socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         if host == "::":
-            return socket.create_server(("", port))
+            return listen_everywhere(port)
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).lower()

@@ -1,5 +1,6 @@
 """Which optimizers a pipeline takes, that it applies those exactly, and clipping by the global norm."""
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -169,5 +170,5 @@ def test_layer_by_layer_gives_the_updates_of_the_whole(name):
             whole = optax.apply_updates(whole, updates)
         for layer_id, tree in params.items():
             params[layer_id], states[layer_id] = layerwise.update(layer_id, gradients[layer_id], states[layer_id], tree)
-    assert jax.tree.structure(whole) == jax.tree.structure(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(whole, params)
+    chex.assert_trees_all_close(whole, params, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,9 +64,8 @@ def random_bits(spec, seed):
 
 
 def assert_arrived(tree, expected, device):
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(tree, expected)
     for found, wanted in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         assert np.asarray(found).tobytes() == wanted.tobytes()
         assert found.sharding == jax.sharding.SingleDeviceSharding(device)
         assert found.committed

@@ -16,15 +16,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax._src import distributed
 
 from jpipe import InputError
-from jpipe.processes import _channel, handshake
-from jpipe.processes import _membership as _processes
+from jpipe.processes import _finding, _inbox, handshake, jax_internals
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
-from jpipe.runtime import _metrics, _transport
+from jpipe.runtime import _lanes, _metrics
 
 PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
@@ -34,7 +32,7 @@ SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
 @contextlib.contextmanager
 def started(name, where, count=3):
     """That many processes that run the function `name` of joined.py; killed in the end, whatever happened."""
-    arguments = [sys.executable, str(PROGRAM), name, str(where)]
+    arguments = [sys.executable, "-P", str(PROGRAM), name, str(where)]  # without its folder on the path, which has a `numbers`
     root = {"PYTHONPATH": str(PROGRAM.parents[2])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}
     with contextlib.ExitStack() as stack:
@@ -184,7 +182,7 @@ def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
         go_on(processes[1])
         how = "process 1 stopped: ValueError: no data; process"
         told = [
-            f"jpipe.processes._membership.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
+            f"jpipe.errors.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
             "ValueError: no data",
             f"jpipe: {how} 2 stops while waiting for all processes to finish",
         ]
@@ -236,7 +234,7 @@ class Nobody:
 def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
     resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
-    with _channel._listen_at(host) as listener:
+    with _finding._listen_at(host) as listener:
         assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
 
 
@@ -247,7 +245,7 @@ def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: jpipe/processes/0\nmore")
 
     state = types.SimpleNamespace(process_id=1, num_processes=2, coordinator_address="node7:1", client=Silent())
-    monkeypatch.setattr(distributed, "global_state", state)
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError) as caught:
         Processes.join(limit=0.2)
     assert str(caught.value) == (
@@ -270,13 +268,13 @@ def test_a_run_of_one_process_needs_no_other():
 
 
 def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
-    monkeypatch.setattr(_processes, "_BLAME_SECONDS", 0.0)
+    monkeypatch.setattr(_inbox, "_BLAME_SECONDS", 0.0)
 
     def fails():
         return [1 / 0]
 
     for thread in (
-        lambda processes: _transport._Lane().put(fails, (), processes.fail),
+        lambda processes: _lanes.Lane().put(fails, (), processes.fail),
         lambda processes: _metrics._tell(processes, "loss", fails),
     ):
         processes = Processes.join(store=Nobody())
@@ -284,20 +282,20 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         with pytest.raises(ZeroDivisionError):
             processes.receive("loss")
         with pytest.raises(ZeroDivisionError):
-            _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
+            _lanes.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 
 
 def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
     processes = Processes.join(store=Nobody())
-    before = [processes._beat().still for _ in range(2)]
+    before = [processes._waits.beat().still for _ in range(2)]
     with processes.waiting("the sum", (1, 2)):
-        assert str(processes._longest_wait()) == "the sum of processes 1, 2"
-    assert [*before, processes._beat().still, processes._beat().still] == [1.0, 2.0, 0.0, 1.0]
+        assert str(processes._waits.longest()) == "the sum of processes 1, 2"
+    assert [*before, processes._waits.beat().still, processes._waits.beat().still] == [1.0, 2.0, 0.0, 1.0]
 
 
 def test_what_comes_has_the_size_of_its_part():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _transport.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 

@@ -7,12 +7,12 @@ import stat
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
+from tests.jpipe.running import check_equal
 from tests.train.run.test_loop import changed, rows_of
 from train.checkpoint import checkpoints
 from train.checkpoint.resume import Facts, Resumed
@@ -67,12 +67,6 @@ def no_report(monkeypatch):
 def saved(tiny):
     """A config that writes checkpoints."""
     return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 2}}
-
-
-def check_equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.thinned(most=1)

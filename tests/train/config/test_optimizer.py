@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import optax.contrib
 import pytest
 
 from jpipe import InputError
+from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
 from train.assemble.optimizer import lr_schedule, optimizer
 from train.config import optax_names
@@ -80,9 +82,9 @@ def test_every_optimizer_of_optax_makes_an_update(name):
     state = rule.init(PARAMS)
     for _ in range(2):  # some need a first one to look around
         updates, state = rule.update(PARAMS, state, PARAMS)
-    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+    chex.assert_trees_all_equal_structs(updates, PARAMS)
     assert any(np.any(leaf) for leaf in jax.tree.leaves(updates))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
+    chex.assert_tree_all_finite(updates)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +111,7 @@ def test_every_optimizer_of_optax_makes_an_update(name):
 def test_it_is_the_optimizer_that_python_would_build(keys, by_hand):
     with jax.numpy_dtype_promotion("standard"):
         expected = update_of(lenient(by_hand()))
-    for leaf, other in zip(jax.tree.leaves(update_of(made(**keys))), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, other)
+    check_equal(update_of(made(**keys)), expected)
 
 
 MATRICES = jax.tree.map(lambda leaf: leaf.ndim >= 2, PARAMS)
@@ -141,7 +142,7 @@ def test_layers_that_are_elsewhere_are_left_alone():
     here = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
     zeros = jax.tree.map(jnp.zeros_like, here)
     updates, _ = rule.update(zeros, rule.init(here), here)
-    assert jax.tree.structure(updates) == jax.tree.structure(here)
+    chex.assert_trees_all_equal_structs(updates, here)
     np.testing.assert_allclose(updates["head"]["kernel"], -1.0)
 
 
@@ -209,8 +210,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
     rule = made(name="adamw", learning_rate=0.5, arguments=arguments, inject_hyperparams=True)
     assert {name: float(value) for name, value in rule.init(PARAMS).hyperparams.items()} == pytest.approx({"learning_rate": 0.5, "b1": 0.8})
     plain = update_of(made(name="adamw", learning_rate=0.5, arguments=arguments))
-    for leaf, other in zip(jax.tree.leaves(update_of(rule)), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-5)
+    chex.assert_trees_all_close(update_of(rule), plain, rtol=1e-5, strict=True)
 
 
 @pytest.mark.parametrize(

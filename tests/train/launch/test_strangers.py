@@ -7,17 +7,19 @@ import re
 import socket
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
-from jax._src import distributed as jax_state
+from jax.extend import backend
 
 from jpipe import InputError
-from jpipe.processes import handshake
-from jpipe.processes._channel import Channel, JaxStore, Limits
+from jpipe.processes import handshake, jax_internals
+from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
-from train.launch import distributed, jax_runtime, rendezvous
+from jpipe.processes._finding import JaxStore
+from train.launch import distributed, rendezvous
 from train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
@@ -319,8 +321,8 @@ def test_a_place_in_jaxs_store_that_is_taken_is_told(monkeypatch):
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
-    monkeypatch.setattr(jax_state, "global_state", jax_state.State())
-    monkeypatch.setattr(jax_state.global_state, "client", Taken(), raising=False)
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=Taken())
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
         JaxStore().put("word")
 
@@ -345,7 +347,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     calls = []
     monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
-    monkeypatch.setattr(jax_runtime, "_keep_gloo_on_loopback", lambda: calls.append("gloo"))
+    monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
     monkeypatch.setattr(distributed._at_the_end, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
@@ -354,7 +356,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
     assert calls[0][-1] == listens
     assert calls[1] == (None if listens is None else str(Address(*listens)))
-    assert calls[2:] == ["gloo"] * local
+    assert calls[2:] == ["gloo at 127.0.0.1"] * local
     told = capsys.readouterr().err.splitlines()
     assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes met"
     assert len(told) == (not local)
@@ -374,10 +376,10 @@ def test_gloo_listens_at_a_loopback_address(monkeypatch):
     from jaxlib import _jax
 
     registered, made = {}, []
-    monkeypatch.setattr(jax_runtime.backend, "register_backend_factory", lambda name, make, **_: registered.update({name: make}))
+    monkeypatch.setattr(backend, "register_backend_factory", lambda name, make, **_: registered.update({name: make}))
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **given: made.append(given["hostname"]) or "gloo")
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
-    jax_runtime._keep_gloo_on_loopback()
+    jax_internals.keep_gloo_at("127.0.0.1")
     assert (registered["cpu"](), made) == ("gloo", ["127.0.0.1"])
 
 

@@ -1,0 +1,147 @@
+"""How the processes of a run find each other: process 0 leaves in a store where it listens, the others connect to it there."""
+
+import itertools
+import json
+import math
+import secrets
+import socket
+from typing import Any, Protocol, runtime_checkable
+
+from jpipe.errors import InputError
+from jpipe.processes import handshake, jax_internals
+from jpipe.processes.addresses import is_loopback, listen_everywhere
+from jpipe.processes.handshake import Door
+
+_PURPOSE = "channel"  # of these connections, for the handshake
+
+
+@runtime_checkable
+class Store(Protocol):
+    """How the processes find each other."""
+
+    index: int
+    """Which process this is."""
+    count: int
+    """How many there are."""
+    host: str
+    """A name or an address at which the others reach process 0."""
+
+    def put(self, value: str) -> None:
+        """Process 0 leaves a value for the others."""
+
+    def get(self, seconds: float) -> str:
+        """The others take it, and wait for it so long; InputError if it does not come."""
+
+
+class JaxStore:
+    """The key-value store of `jax.distributed`.
+
+    The host is the coordinator's: the one address of process 0 that all others have just reached. All processes join equally often.
+    """
+
+    _joins = itertools.count()
+
+    def __init__(self) -> None:
+        state = jax_internals.distributed_state()
+        self.index, self.count = state.process_id, state.num_processes
+        self.host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
+        self._client: Any = state.client
+        self._key = f"jpipe/processes/{next(self._joins)}"
+
+    def put(self, value: str) -> None:
+        try:
+            self._client.key_value_set(self._key, value)
+        except RuntimeError as error:
+            raise InputError(
+                f"process 0 cannot leave word of where it can be reached ({_status(error)}): somebody else has written there; "
+                "start the run again, on a network that strangers cannot reach"
+            ) from None
+
+    def get(self, seconds: float) -> str:
+        try:
+            return self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
+        except RuntimeError as error:
+            raise InputError(
+                f"process {self.index} was not told within {seconds:g} s where process 0 can be reached ({_status(error)}); see what "
+                "process 0 says, and let all processes of a run join at the same place"
+            ) from None
+
+
+def _status(error: RuntimeError) -> str:
+    """The first word of an error of JAX's."""
+    return (str(error).splitlines() or [""])[0].partition(":")[0]
+
+
+def wait_for_others(store: Store, secret: bytes | None) -> Door:
+    """In process 0, listen, and leave in the store where: host, port, and a token of this channel."""
+    listener, token = _listen_at(store.host), secrets.token_hex(16)
+    store.put(json.dumps([store.host, listener.getsockname()[1], token]))
+    return Door(listener, handshake.key(secret, token), _PURPOSE)
+
+
+def connect_to_first(store: Store, limit: float, secret: bytes | None) -> socket.socket:
+    """In any other process, a connection to process 0, at which both have proved that they belong to the run.
+
+    Raises:
+        InputError: process 0 cannot be reached within `limit` seconds, or has another secret.
+    """
+    host, port, token = _address(store.get(limit))
+    connection = _connect_to(host, port, store.index, limit)
+    _introduce(connection, handshake.key(secret, token), store.index, store.count, limit)
+    return connection
+
+
+def _address(text: str) -> tuple[str, int, str]:
+    """Host, port and token, as process 0 has left them; InputError for anything else, which is then no word of process 0's."""
+    try:
+        host, port, token = json.loads(text)
+        if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(
+            f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
+        ) from None
+    return host, port, token
+
+
+def _introduce(connection: socket.socket, key: bytes, index: int, count: int, limit: float) -> None:
+    """Prove to process 0 that this one belongs to the run, and have it prove the same."""
+    try:
+        if handshake.call(connection, key, _PURPOSE, index, count, limit) is not None:
+            connection.settimeout(None)
+            return
+        how = "it closes the connection; see what process 0 says"
+    except TimeoutError:
+        how = f"it does not answer within {limit:g} s; see what process 0 says"
+    except handshake.UnknownHere:
+        how = f"it has another secret; give all processes of the run the same {handshake.VARIABLE}, or none of them any"
+    except handshake.NotOfThisRun:
+        how = "somebody else answers there; start the run again, on a network that strangers cannot reach"
+    connection.close()
+    raise InputError(f"process {index} cannot join process 0: {how}")
+
+
+def _listen_at(host: str) -> socket.socket:
+    """A port at that address alone; at all addresses where the others know this host by one that is not its own.
+
+    The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        hidden = is_loopback(str(address[0])) and not is_loopback(host)
+        listener = listen_everywhere() if hidden else socket.create_server(address[:2], family=family)
+    except OSError:
+        listener = listen_everywhere()
+    # For its connections, which asyncio overlooks: else a line waits 40 ms for the acknowledgement of the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _connect_to(host: str, port: int, index: int, limit: float) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), timeout=limit)
+    except OSError as error:
+        raise InputError(
+            f"process {index} cannot reach process 0 at {host}, port {port}: {error.strerror or error}; "
+            "let the processes of a run connect to each other at any port (a firewall may forbid it)"
+        ) from None

@@ -1,0 +1,89 @@
+"""What has come to this process from the others, and the threads that wait for it."""
+
+import threading
+from collections.abc import Callable
+
+from jpipe.errors import PeerLost
+
+_KEPT = 65536  # messages that wait to be read; where nobody reads them the oldest go
+_BLAME_SECONDS = 20.0  # in which a death is heard of that made something fail here
+
+
+class Inbox:
+    """Messages by name and answers by place. Threads wait for them until the run is lost, or a thread fails that nobody waits for.
+
+    Attributes:
+        lost: how the run was lost, in one line; None while it is not.
+    """
+
+    def __init__(self) -> None:
+        self.lost: str | None = None
+        self._failed: BaseException | None = None
+        self._messages: dict[str, tuple[float, ...]] = {}
+        self._answers: dict[str, list[str]] = {}
+        self._changed = threading.Condition()  # guards the four above
+
+    def put_message(self, name: str, values: tuple[float, ...]) -> None:
+        """Numbers have come under a name; of more than 65,536 that nobody reads the oldest go."""
+        with self._changed:
+            self._messages[name] = values
+            if len(self._messages) > _KEPT:
+                del self._messages[next(iter(self._messages))]
+            self._changed.notify_all()
+
+    def put_answer(self, place: str, differences: list[str]) -> None:
+        """All have met at a place; `differences` are those between their facts."""
+        with self._changed:
+            self._answers[place] = differences
+            self._changed.notify_all()
+
+    def lose(self, how: str) -> None:
+        """The run is lost: all waits end, now and later."""
+        with self._changed:
+            self.lost = how
+            self._changed.notify_all()
+
+    def has_message(self, name: str) -> bool:
+        """Whether numbers have come under that name and nobody has read them."""
+        return name in self._messages
+
+    def message(self, name: str) -> tuple[float, ...]:
+        """Wait for numbers under that name, and take them out; raises as `check`."""
+        with self._changed:
+            self._await(lambda: name in self._messages)
+            return self._messages.pop(name)
+
+    def answer(self, place: str) -> list[str]:
+        """Wait until all have met there; raises as `check`."""
+        with self._changed:
+            self._await(lambda: place in self._answers)
+            return self._answers.pop(place)
+
+    def lost_within(self, seconds: float) -> str | None:
+        """How the run was lost, or is lost that soon; None if it is not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None, timeout=seconds)
+            return self.lost
+
+    def fail(self, error: BaseException) -> None:
+        """A thread failed by `error`: all waits raise it, unless the run is lost soon, for mostly a death is behind it."""
+        if self.lost_within(_BLAME_SECONDS) is None:
+            with self._changed:
+                self._failed = self._failed or error
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Return unless the run is lost or a thread has failed.
+
+        Raises:
+            PeerLost: the run is lost.
+        """
+        if self.lost is not None:
+            raise PeerLost(self.lost)
+        if self._failed is not None:
+            raise self._failed
+
+    def _await(self, found: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: found() or self.lost is not None or self._failed is not None)
+        if not found():
+            self.check()

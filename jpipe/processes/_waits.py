@@ -1,0 +1,71 @@
+"""What the threads of this process wait for, and how long: what the process says of itself each beat."""
+
+import threading
+from collections.abc import Callable
+
+from jpipe.processes._coordinator import Beat
+from jpipe.processes._main_thread import main_thread_calls
+
+
+class Wait:
+    """A wait of a thread. Its length is counted in beats: the time during which this process itself is stopped does not count."""
+
+    __slots__ = ("beats", "limit", "on", "what")
+
+    def __init__(self, what: object, on: tuple[int, ...], limit: float) -> None:
+        self.what, self.on, self.limit, self.beats = what, on, limit, 0
+
+    def __str__(self) -> str:
+        who = f" of process{'es' if len(self.on) > 1 else ''} {', '.join(map(str, self.on))}" if self.on else ""
+        return f"{self.what}{who}"
+
+
+class Waits:
+    """The waits of this process's threads, one per thread, and whether anything moves.
+
+    Args:
+        seconds: between two beats.
+        progress: a number that grows as long as this process exchanges anything with others.
+    """
+
+    def __init__(self, seconds: float, progress: Callable[[], int]) -> None:
+        self._seconds, self._progress = seconds, progress
+        self._of_threads: dict[int, Wait] = {}
+        self._moves = 0  # messages sent and waits that are over
+        self._seen, self._still = 0, 0  # progress at the last beat, and beats since it grew
+
+    def __len__(self) -> int:
+        return len(self._of_threads)
+
+    def begin(self, wait: Wait) -> Wait | None:
+        """This thread waits from now on; returns the wait that this one is inside of, which `end` takes."""
+        thread = threading.get_ident()
+        outer, self._of_threads[thread] = self._of_threads.get(thread), wait
+        return outer
+
+    def end(self, outer: Wait | None) -> None:
+        """The wait of this thread is over; it goes on with `outer`, if with any."""
+        if outer is None:
+            del self._of_threads[threading.get_ident()]
+        else:
+            self._of_threads[threading.get_ident()] = outer
+
+    def moved(self) -> None:
+        """Count one more sign of progress."""
+        self._moves += 1
+
+    def longest(self) -> Wait | None:
+        """The wait that has lasted the most beats; None if no thread waits."""
+        return max(list(self._of_threads.values()), key=lambda wait: wait.beats, default=None)
+
+    def beat(self) -> Beat:
+        """Count one more beat, and say where the main thread is and what the longest wait is for; for one thread only."""
+        for wait in list(self._of_threads.values()):
+            wait.beats += 1
+        seen, self._seen = self._seen, self._progress() + self._moves
+        self._still = self._still + 1 if self._seen == seen else 0
+        place, still = " called by ".join(main_thread_calls()[:3]), self._still * self._seconds
+        longest = self.longest()
+        if longest is None:
+            return Beat(place, still=still)
+        return Beat(place, str(longest.what)[:500], longest.on, longest.beats * self._seconds, longest.limit, still)
