@@ -138,51 +138,13 @@ class Plan(pydantic.BaseModel):
     def _legal(self) -> "Plan":
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
-        owner: dict[str, int] = {}
-        for s, stage in enumerate(self.stages):
-            for layer_id in stage.layers:
-                if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
-                    raise ValueError(f"stages.{s}.layers: expected names of printable characters, found {short(layer_id)}")
-                if layer_id in owner:
-                    raise ValueError(
-                        f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
-                    )
-                owner[layer_id] = s
-        if self.placement is not None:
-            found, expected = [len(devices) for devices in self.placement], [stage.replicas for stage in self.stages]
-            if found != expected:
-                raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
-        if self.predicted is not None and len(self.predicted.peak_bytes) != self.depth:
-            peaks = len(self.predicted.peak_bytes)
-            raise ValueError(f"predicted.peak_bytes: expected one number for each of {self.depth} stages, found {peaks}; plan again")
-        self._check_options()
-        if self.noam and self.extra_in_flight:
-            raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {self.extra_in_flight}")
-        if self.scale_learning_rate and self.update_every != "replicas":
-            raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
-        common = math.lcm(*self.replicas)
-        if self.microbatches % common:
-            raise ValueError(
-                f"microbatches: expected a multiple of the replicas of each stage, {list(self.replicas)}, so of {common}, "
-                f"found {self.microbatches}; use {-(-self.microbatches // common) * common}, or other replicas"
-            )
-        complaint = SCHEDULES[self.schedule].complaint(self)
-        if complaint:
-            raise ValueError(complaint)
+        _check_layers(self.stages)
+        _check_per_stage(self)
+        _check_options(self)
+        _check_microbatches(self)
+        if reason := SCHEDULES[self.schedule].refusal(self):
+            raise ValueError(reason)
         return self
-
-    def _check_options(self) -> None:
-        """Refuse what other schedules read, and this one does not."""
-        own = SCHEDULES[self.schedule].options
-        for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
-            if option in own or getattr(self, option) == Plan.model_fields[option].default:
-                continue
-            if option == "extra_in_flight":
-                limit = f"expected extra_in_flight 0, found {self.extra_in_flight}"
-                raise ValueError(f"the schedule '{self.schedule}' has no in-flight limit to raise: {limit}")
-            others = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
-            of = f"schedule{'s' if len(others) > 1 else ''} {', '.join(others)}"
-            raise ValueError(f"{option} is an option of the {of}, found schedule '{self.schedule}'; remove it")
 
     @property
     def depth(self) -> int:
@@ -330,6 +292,59 @@ class Plan(pydantic.BaseModel):
             return cls(**data)
         except InputError as error:
             raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
+
+
+def _check_layers(stages: Sequence[Stage]) -> None:
+    """Refuse names that cannot be shown, and layers that are in two stages."""
+    owner: dict[str, int] = {}
+    for s, stage in enumerate(stages):
+        for layer_id in stage.layers:
+            if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
+                raise ValueError(f"stages.{s}.layers: expected names of printable characters, found {short(layer_id)}")
+            if layer_id in owner:
+                raise ValueError(
+                    f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
+                )
+            owner[layer_id] = s
+
+
+def _check_per_stage(plan: Plan) -> None:
+    """Refuse a placement or a prediction of other stages."""
+    if plan.placement is not None:
+        found, expected = [len(devices) for devices in plan.placement], [stage.replicas for stage in plan.stages]
+        if found != expected:
+            raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
+    if plan.predicted is not None and len(plan.predicted.peak_bytes) != plan.depth:
+        peaks = len(plan.predicted.peak_bytes)
+        raise ValueError(f"predicted.peak_bytes: expected one number for each of {plan.depth} stages, found {peaks}; plan again")
+
+
+def _check_options(plan: Plan) -> None:
+    """Refuse options that other schedules read and this one does not, and options that exclude each other."""
+    own = SCHEDULES[plan.schedule].options
+    for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
+        if option in own or getattr(plan, option) == Plan.model_fields[option].default:
+            continue
+        if option == "extra_in_flight":
+            limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
+            raise ValueError(f"the schedule '{plan.schedule}' has no in-flight limit to raise: {limit}")
+        others = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
+        of = f"schedule{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
+    if plan.noam and plan.extra_in_flight:
+        raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")
+    if plan.scale_learning_rate and plan.update_every != "replicas":
+        raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
+
+
+def _check_microbatches(plan: Plan) -> None:
+    """Refuse a number of microbatches that the replicas of a stage cannot share evenly."""
+    common = math.lcm(*plan.replicas)
+    if plan.microbatches % common:
+        raise ValueError(
+            f"microbatches: expected a multiple of the replicas of each stage, {list(plan.replicas)}, so of {common}, "
+            f"found {plan.microbatches}; use {-(-plan.microbatches // common) * common}, or other replicas"
+        )
 
 
 def html_of_plan(plan: Plan, name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:

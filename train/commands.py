@@ -1,16 +1,13 @@
 """The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export` and `configs`."""
 
 import json
-import signal
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import tyro
 
 from train.console import interrupt
-from train.console.terminal import printable
+from train.console.terminal import fail, printable
 
 app = tyro.extras.SubcommandApp()
 
@@ -44,51 +41,13 @@ def train(
         wait_limit: Several processes: how long none of them may get on before the run is given up; more than a microbatch takes.
         secret_file: Several processes: what they recognize each other by, the same for all; by default the variable JPIPE_SECRET.
     """
-    # JAX is imported by these, so not above: `--help` and typos are answered at once.
-    with interrupt.held():
-        from jpipe import InputError, PeerLost, keep_freed_memory
-        from train.checkpoint import run_folder
-        from train.config import config_file
-        from train.launch import distributed, together
-        from train.report.metrics_log import RunStopped
-        from train.run import loop
+    with interrupt.held():  # this imports JAX, so it is not above: `--help` and typos are answered at once
+        from train.run import job
     interrupt.check()
 
-    keep_freed_memory()
-    code, count, summary = 0, 1, None
-    try:
-        overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
-        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
-        distributed.check_limit("--wait-limit", wait_limit)
-        count = distributed.start(coordinator, num_processes, process_id, connect_limit, secret_file)
-        summary = loop.main(settings, count, connect_limit, wait_limit, resume)
-    except InputError as error:
-        code = _fail(str(error), 2)
-    except together.ReportedElsewhere as error:
-        code = _fail(str(error), error.code)
-    except (RunStopped, PeerLost) as error:
-        code = _fail(printable(str(error)), 1)
-    except BaseException as error:
-        if count == 1:
-            raise  # told by `train.cli`
-        words = interrupt.words(error)
-        code = 1 if words is None else 130
-        if words is None:
-            traceback.print_exception(error)
-        else:
-            print(words)
-    finally:
-        if code:  # how the run ended is told by now
-            sys.stdout.flush()
-            together.leave_in_time(code)
-        try:
-            distributed.stop()
-        except PeerLost as error:
-            code = code or _fail(printable(str(error)), 1)
-        if count > 1 and code:
-            distributed.leave_at_once(code)
-    saved_at_ctrl_c = summary is not None and summary.stopped_by == signal.SIGINT
-    return code or (128 + signal.SIGINT if saved_at_ctrl_c else 0)
+    overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
+    address = job.Address(coordinator, num_processes, process_id, secret_file)
+    return job.run(config, overrides, allow_code, resume, address, connect_limit, wait_limit)
 
 
 @app.command
@@ -109,7 +68,7 @@ def launch(
     from train.launch import launch as launcher
 
     if wrong := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
-        return _fail(printable(wrong), 2)
+        return fail(printable(wrong), 2)
     return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts)
 
 
@@ -163,7 +122,7 @@ def plan(
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:
-        return _fail(str(error), 2)
+        return fail(str(error), 2)
     return 0
 
 
@@ -192,7 +151,7 @@ def simulate(
     try:
         shown = simulation.main(source, overrides, batches, png, allow_code=allow_code)
     except InputError as error:
-        return _fail(str(error), 2)
+        return fail(str(error), 2)
     print("\n".join(map(printable, shown.split("\n"))))
     return 0
 
@@ -218,7 +177,7 @@ def export(
     try:
         exporting.main(folder, out, step, lambda line: print(printable(line)))
     except InputError as error:
-        return _fail(str(error), 2)
+        return fail(str(error), 2)
     return 0
 
 
@@ -249,7 +208,7 @@ def configs(
         else:
             raise InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
     except InputError as error:
-        return _fail(printable(str(error)), 2)
+        return fail(printable(str(error)), 2)
     return 0
 
 
@@ -257,9 +216,4 @@ def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code."""
     about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
-    return code
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"jpipe: {message}", file=sys.stderr, flush=True)
     return code

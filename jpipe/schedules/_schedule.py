@@ -51,7 +51,7 @@ def one_version(plan: Shape, s: int) -> int:
     return 1
 
 
-def no_complaint(plan: Shape) -> str:
+def no_refusal(plan: Shape) -> str:
     """Every plan is legal."""
     return ""
 
@@ -74,7 +74,7 @@ class Schedule:
         version: `(plan, s, k) -> v`, the weight version (updates applied) that forward and backward of k read at stage s;
             does not decrease with k.
         versions_alive: `(plan, s) -> int`, how many versions a replica of stage s holds at most.
-        complaint: `(plan) -> str`, why the schedule cannot run this plan, or "".
+        refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         options: the fields of `Plan` that it reads and other schedules refuse.
         closed_form: the shape of its batches, for which planners have a price in closed form: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: its order is walked through, which takes longer.
@@ -87,7 +87,7 @@ class Schedule:
     in_flight: Callable[[Shape, int], int]
     version: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
-    complaint: Callable[[Shape], str] = no_complaint
+    refusal: Callable[[Shape], str] = no_refusal
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False

@@ -68,7 +68,7 @@ def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) 
     return -(-(in_flight - 1 + delay) * replicas // microbatches) + 1
 
 
-def _complaint(plan: Shape) -> str:
+def _refusal(plan: Shape) -> str:
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.vertical_sync and len(rates) > 1:
         return (
@@ -85,7 +85,7 @@ PIPEDREAM = Schedule(
     in_flight=pipeline_in_flight,
     version=_version,
     versions_alive=_versions_alive,
-    complaint=_complaint,
+    refusal=_refusal,
     options=("extra_in_flight", "vertical_sync", "noam", "update_every"),
     closed_form="1F1B",
 )

@@ -40,7 +40,7 @@ PIPEDREAM_2BW = Schedule(
     in_flight=pipeline_in_flight,
     version=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
     versions_alive=lambda plan, s: 2,
-    complaint=_too_few_microbatches,
+    refusal=_too_few_microbatches,
     options=("extra_in_flight",),
     closed_form="1F1B",
 )

@@ -87,7 +87,7 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
     in_flight, versions, hidden = [], [], []
     for m in microbatches:
         shape = pipelines.shape(m)
-        if legal or not rules.complaint(shape):  # more microbatches than legal ones are legal
+        if legal or not rules.refusal(shape):  # more microbatches than legal ones are legal
             legal.append(m)
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])

@@ -76,14 +76,11 @@ def measure(
     benches = {rows: lone[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
     costs: dict[tuple[str, int], Costs] = {}
-    dispatch = []
     for rows, bench in benches.items():
-        times, empty = bench.medians()
-        dispatch.append(empty)
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, times, lone[rows]).items()}
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], lone[rows]).items()}
         meter.step()
-    name = device.device_kind
-    return profile_of(model, costs, held, source="measured", device=name, dispatch=statistics.median(dispatch))
+    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
+    return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
 
 
 def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:

@@ -114,3 +114,13 @@ def test_no_code_runs_from_data():
         called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         assert not called & {"eval", "exec", "__import__"}, path.name
         assert not imported(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path.name
+
+
+def test_no_function_is_longer_than_60_lines():
+    """Documentation counts: what needs more to be explained does too much."""
+    for package in ("jpipe", "planner", "train", "benchmarks", "docs", "examples", "tests"):
+        for path in (ROOT.parent / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    length = node.end_lineno - node.lineno + 1
+                    assert length <= 60, f"{path}: {node.name} has {length} lines"

@@ -1,5 +1,7 @@
 """Words for a terminal: text of a stranger's (names of files, layers, keys) cannot drive it."""
 
+import sys
+
 
 def printable(line: str) -> str:
     """The line with everything that is not printable, line breaks too, written as an escape."""
@@ -21,3 +23,9 @@ def duration(seconds: float) -> str:
 def first_line(error: Exception) -> str:
     """Of what the error says; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def fail(message: str, code: int) -> int:
+    """Print on standard error why a command ends; returns its exit code."""
+    print(f"jpipe: {message}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,91 @@
+"""One process of a training job, from its command line to its exit code."""
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jpipe import InputError, PeerLost, keep_freed_memory
+from train.checkpoint import run_folder
+from train.checkpoint.resume import Resume
+from train.config import config_file
+from train.console import interrupt
+from train.console.terminal import fail, printable
+from train.launch import distributed, together
+from train.report.metrics_log import RunStopped
+from train.report.summary import Summary
+from train.run import loop
+
+
+class Address(NamedTuple):
+    """Where a process stands among those of its job; what is None is detected, or there is one process.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0.
+        num_processes: how many there are.
+        process_id: which this one is.
+        secret_file: what they recognize each other by.
+    """
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    secret_file: str | None
+
+
+def run(
+    config: str, overrides: Sequence[str], allow_code: bool, resume: Resume, address: Address, connect_limit: float, wait_limit: float
+) -> int:
+    """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line.
+
+    An exception that is no message of jpipe's leaves a job of one process, for `train.cli` to report.
+    """
+    keep_freed_memory()
+    code, count, summary = 0, 1, None
+    try:
+        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
+        distributed.check_limit("--wait-limit", wait_limit)
+        count = distributed.start(address.coordinator, address.num_processes, address.process_id, connect_limit, address.secret_file)
+        summary = loop.main(settings, count, connect_limit, wait_limit, resume)
+    except InputError as error:
+        code = fail(str(error), 2)
+    except together.ReportedElsewhere as error:
+        code = fail(str(error), error.code)
+    except (RunStopped, PeerLost) as error:
+        code = fail(printable(str(error)), 1)
+    except BaseException as error:
+        if count == 1:
+            raise
+        code = _report(error)
+    finally:
+        code = _leave(code, count)
+    return code or _code_of(summary)
+
+
+def _report(error: BaseException) -> int:
+    words = interrupt.words(error)
+    if words is None:
+        traceback.print_exception(error)
+        return 1
+    print(words)
+    return 130
+
+
+def _leave(code: int, count: int) -> int:
+    """Leave the other processes, now that how this one ended is printed; returns the exit code."""
+    if code:
+        sys.stdout.flush()
+        together.leave_in_time(code)
+    try:
+        distributed.stop()
+    except PeerLost as error:
+        code = code or fail(printable(str(error)), 1)
+    if count > 1 and code:
+        distributed.leave_at_once(code)
+    return code
+
+
+def _code_of(summary: Summary | None) -> int:
+    """Ctrl-C is no success, even where it saved all."""
+    return 128 + signal.SIGINT if summary is not None and summary.stopped_by == signal.SIGINT else 0
