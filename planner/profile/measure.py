@@ -35,10 +35,9 @@ def measure(
 ) -> Profile:
     """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
-    Forward, backward and update of each distinct layer are compiled as a stage of their own and run in turns, those of all sizes, so
-    that a slow moment of the machine, and what caches hold, is no single layer's; the arrays of all sizes are there at the same time. A
-    time is a median, less what a stage without work takes, which is the profile's `dispatch`. Neighbours that are too short to be timed
-    alone are timed as one stage, whose time is split by FLOPs.
+    Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
+    slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
+    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
 
     Args:
         stack: the model.

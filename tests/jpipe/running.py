@@ -115,4 +115,6 @@ def check_equal(found, expected) -> None:
 
 def _plain(leaf):
     is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    if is_key:
+        return jax.random.key_data(leaf)
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
