@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
