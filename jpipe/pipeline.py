@@ -353,8 +353,8 @@ def _fresh_worker(
     for layer_id in f.stage.layers:
         fresh, state[layer_id] = initializers[layer_id, stage.device](jax.device_put(f.stack.init_key(layer_id, key), stage.device))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-    optimizer, sums = jax.device_put([start(params) for start in compile_start(f, stage.device)], stage.device)
-    return WorkerState({0: params}, optimizer, state, sums, {}, jax.device_put(key, stage.device))
+    optimizer, accumulators = jax.device_put([start(params) for start in compile_start(f, stage.device)], stage.device)
+    return WorkerState({0: params}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
 
 
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:

@@ -187,8 +187,8 @@ def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., 
     run = jaxpr_as_fun(closed)
     if re.search(r"\b(while|scan|cond)\[", str(closed)):
         run = jax.jit(run)
-    form = jax.tree.structure(output)
-    return lambda *arguments: jax.tree.unflatten(form, run(*jax.tree.leaves(arguments)))
+    treedef = jax.tree.structure(output)
+    return lambda *arguments: jax.tree.unflatten(treedef, run(*jax.tree.leaves(arguments)))
 
 
 def _tiny(spec: Any) -> jax.Array:

@@ -147,9 +147,9 @@ class LayerStack:
 
     def _like(self, layer_id: str, x: Tree) -> Any:
         """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
-        leaves, form = jax.tree.flatten(x)
+        leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
-        return self._given[layer_id], layer_id == self.ids[-1], form, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+        return self._given[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """The shapes and dtypes around one layer, whose input `x` comes from `before`."""

@@ -43,7 +43,7 @@ class StageCost:
     weights: int = 0
     optimizer: int = 0
     state: int = 0
-    sums: int = 0
+    accumulators: int = 0
     temporary: int = 0
 
 
@@ -155,7 +155,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 weights=sum(layer.weights for layer in own),
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
-                sums=sum(layer.weights for layer in own),
+                accumulators=sum(layer.weights for layer in own),
                 temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )

@@ -160,7 +160,7 @@ class Predictor:
         parts.append(worker.clock)
         replicas = self._plan.stage_workers[worker.stage]
         if len(parts) == len(replicas):
-            size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.sums
+            size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.accumulators
             summed = self._traffic.all_reduce(replicas, max(parts), size)
             for w in replicas:
                 self._workers[w].moved += round(size)
@@ -176,7 +176,7 @@ class Predictor:
         cost, memory = worker.cost, worker.memory
         worker.wait(worker.ready.pop(("sum", i.batch), 0.0))
         if self._plan.replicas[worker.stage] > 1:
-            memory.add(-(cost.state if self._averages_state else 0) - (cost.sums if memory.accumulates else 0))
+            memory.add(-(cost.state if self._averages_state else 0) - (cost.accumulators if memory.accumulates else 0))
         memory.accumulates = True
         if self._clips:
             worker.wait(worker.ready.pop(("norm", (i.batch + 1) * self._plan.microbatches - 1)))
@@ -216,7 +216,7 @@ class _Memory:
     def __init__(self, cost: StageCost, versions: set[int]) -> None:
         self.cost = cost
         self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
-        self.held = len(versions) * cost.weights + cost.optimizer + cost.state + cost.sums
+        self.held = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
         self.peak, self.peak_running, self.most_versions = self.held, 0, len(versions)
         self.in_flight = 0  # microbatches between their forward and their backward
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
@@ -231,7 +231,7 @@ class _Memory:
     def accumulate(self) -> None:
         if not self.accumulates:
             self.accumulates = True
-            self.add(self.cost.sums)
+            self.add(self.cost.accumulators)
 
     def update(self, version: int, retired: int | None) -> None:
         """Make weights `version`, in the memory of `retired` if there is one."""
@@ -254,8 +254,8 @@ class _Memory:
 
     def sample(self, time: float) -> None:
         cost, residuals = self.cost, self.in_flight * self.cost.residuals
-        other = self.held - len(self.weights) * cost.weights - cost.optimizer - cost.sums - residuals
-        self.samples.append(MemorySample(time, self.weights, cost.optimizer, cost.sums, residuals, other))
+        other = self.held - len(self.weights) * cost.weights - cost.optimizer - cost.accumulators - residuals
+        self.samples.append(MemorySample(time, self.weights, cost.optimizer, cost.accumulators, residuals, other))
 
 
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {

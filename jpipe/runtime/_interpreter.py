@@ -139,14 +139,14 @@ class _Held:
     versions: dict[int, Tree]
     optimizer: Tree
     layer_state: Tree
-    sums: Tree
+    accumulators: Tree
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
     squares: tuple[jax.Array, ...] = ()
     norm: jax.Array | None = None
 
     def state(self) -> WorkerState:
-        return WorkerState(self.versions, self.optimizer, self.layer_state, self.sums, self.buffers, self.key)
+        return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key)
 
     def take_inputs(self, k: int) -> tuple[Tree, Tree]:
         """The stage input, waited for if it comes from another process, and at the last stage the labels."""
@@ -177,8 +177,8 @@ class _Worker:
         self.found = found
         self.done: jax.Array | None = None
 
-    def draw(self, k: int) -> tuple[Any, Any]:
-        return (np.uint32(k), self.held.key) if self.functions.specs.draw[1] is not None else (None, None)
+    def rng(self, k: int) -> tuple[Any, Any]:
+        return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
 
     @property
     def averages(self) -> bool:
@@ -192,7 +192,7 @@ class _Worker:
         held, k = self.held, i.microbatch + self.microbatch_shift
         params, before = held.versions[i.version + self.version_shift], held.layer_state
         x, labels = held.take_inputs(k)
-        (y, held.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.draw(k))
+        (y, held.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.rng(k))
         held.buffers["residuals", k] = self.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
         held.buffers["message" if self.functions.last else "output", k] = y
 
@@ -201,20 +201,22 @@ class _Worker:
         kept, saved = held.buffers.pop(("residuals", k))
         message = arrived(held.buffers.pop(("message", k)))
         params = held.versions[i.version + self.version_shift]
-        (gradient, held.sums), self.done = self.calls["backward"](params, kept, saved, message, self.taken_sums(params), self.draw(k))
+        (gradient, held.accumulators), self.done = self.calls["backward"](
+            params, kept, saved, message, self.taken_accumulators(params), self.rng(k)
+        )
         self.after_backward(k, gradient)
 
     def forward_backward(self, i: ForwardBackward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
         x, labels = held.take_inputs(k)
         params = held.versions[i.version + self.version_shift]
-        arguments = params, held.layer_state, x, labels, self.taken_sums(params), self.draw(k)
-        (gradient, held.sums, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
+        arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k)
+        (gradient, held.accumulators, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
 
-    def taken_sums(self, params: Tree) -> Tree:
+    def taken_accumulators(self, params: Tree) -> Tree:
         """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
-        return self.held.sums if self.held.sums is not None else self.calls["zero_sums"](params)
+        return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int, gradient: Tree) -> None:
         """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for other replicas."""
@@ -223,7 +225,7 @@ class _Worker:
         if self.replicas > 1:
             every = self.plan.microbatches_per_update(self.stage)
             if (k + self.replicas) // every > k // every:
-                self.held.buffers["sums", k // every], self.held.sums = self.held.sums, None
+                self.held.buffers["sums", k // every], self.held.accumulators = self.held.accumulators, None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
         held, update = self.held, i.batch + self.version_shift
@@ -238,12 +240,12 @@ class _Worker:
             self.finish(update, total[2])
 
     def sum_squares(self, i: SumSquares) -> None:
-        held, update, sums = self.held, i.batch + self.version_shift, self.held.sums
+        held, update, accumulators = self.held, i.batch + self.version_shift, self.held.accumulators
         if self.replicas > 1:
             held.buffers["summed", update] = arrived(held.buffers["summed", update])
-            sums = held.buffers["summed", update][0]
+            accumulators = held.buffers["summed", update][0]
         later = arrived(held.buffers.pop(("squares", update), ()))
-        held.squares = (self.calls["sum_squares"](sums), *later)
+        held.squares = (self.calls["sum_squares"](accumulators), *later)
         if self.functions.first:
             held.norm = self.calls["norm"](held.squares)
 
@@ -272,14 +274,14 @@ class _Worker:
 
     def update(self, i: Update) -> None:
         held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
-        sums = self.summed(update) if self.replicas > 1 else held.sums
+        accumulators = self.summed(update) if self.replicas > 1 else held.accumulators
         params = held.versions[update]
         retired = () if i.retires is None else (held.versions.pop(i.retires + self.version_shift),)
         memory = retired if kind == "into_retired" else ()
-        arguments = *memory, params, held.optimizer, sums, held.norm
+        arguments = *memory, params, held.optimizer, accumulators, held.norm
         (held.versions[update + 1], held.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
-        if held.sums is None or self.replicas == 1:
-            held.sums = zeros
+        if held.accumulators is None or self.replicas == 1:
+            held.accumulators = zeros
         if self.functions.last and self.replicas == 1:
             self.finish(update, found)
         if self.functions.last and self.replica == 0 and held.norm is not None:
@@ -287,10 +289,10 @@ class _Worker:
 
     def summed(self, update: int) -> Tree:
         """The accumulators summed over all replicas; the layer state becomes its mean if replicas average it with each update."""
-        sums, means, _ = arrived(self.held.buffers.pop(("summed", update)))
+        accumulators, means, _ = arrived(self.held.buffers.pop(("summed", update)))
         if self.averages:
             self.held.layer_state = with_floats(self.held.layer_state, means)
-        return sums
+        return accumulators
 
     def finish(self, update: int, found: Tree) -> None:
         """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""

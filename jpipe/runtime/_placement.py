@@ -25,14 +25,14 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
         if len(devices) != count:
             each = "stage" if count == plan.depth else "worker"
             raise InputError(f"devices: expected {count}, one for each {each}, found {len(devices)}")
-        return _alike(plan, tuple(devices))
+        return _one_kind(plan, tuple(devices))
     everywhere = _everywhere()
     if plan.placement is not None:
         numbers = [number for replicas in plan.placement for number in replicas]
         if max(numbers) >= len(everywhere):
             found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1}); name one of them"
             raise InputError(f"plan: placement names device {max(numbers)}, but {found}", *_both_grids(plan, everywhere))
-        return _alike(plan, tuple(everywhere[number] for number in numbers))
+        return _one_kind(plan, tuple(everywhere[number] for number in numbers))
     processes = jax.process_count()
     if processes > 1 and count < len(everywhere):
         raise InputError(
@@ -41,7 +41,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
             *_both_grids(plan, everywhere),
         )
     placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(plan.placing_order)}
-    return _alike(plan, tuple(placed[w] for w in range(count)))
+    return _one_kind(plan, tuple(placed[w] for w in range(count)))
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
@@ -89,7 +89,7 @@ def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
 
-def _alike(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
+def _one_kind(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
     kinds = {device.device_kind: device for device in reversed(devices)}
     if len(kinds) > 1:
         found = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))

@@ -39,7 +39,7 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     Raises:
         InputError: a leaf is not there, there is one too many, or one is of another shape or dtype; or `plain` is no dict.
     """
-    flat, form = jax.tree_util.tree_flatten_with_path(specs)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     left = _paths(checked_dict(plain, where))
     leaves = []
     for path, spec in flat:
@@ -54,7 +54,7 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
     if left:
         raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
-    return jax.tree.unflatten(form, leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def checked_dict(plain: Any, where: str) -> Plain:

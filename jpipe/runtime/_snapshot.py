@@ -203,8 +203,8 @@ def restored_worker(
     versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
         optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
-    sums = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.sums_spec)
-    placed = jax.device_put((versions, optimizer, state, sums, {}, key), device)
+    accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
+    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key), device)
     # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 

@@ -41,7 +41,7 @@ class WorkerState:
     versions: dict[int, Tree]
     optimizer: Tree
     layer_state: Tree
-    sums: Tree
+    accumulators: Tree
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
 
@@ -53,7 +53,7 @@ class WorkerState:
         """Its versions and how many bytes it holds of what, as text, for a table."""
         if not self.versions:
             return "already consumed", *("–",) * 4
-        parts = self.versions, self.optimizer, (self.sums, self.layer_state), self.buffers
+        parts = self.versions, self.optimizer, (self.accumulators, self.layer_state), self.buffers
         return ", ".join(map(str, sorted(self.versions))), *(size(_nbytes(part)) for part in parts)
 
     def taken(self) -> "WorkerState":
@@ -62,7 +62,7 @@ class WorkerState:
         The caller of a step still has a name for the old state while the step runs: without this, that name would keep
         everything that was in flight, and every retired version, alive until the step returns.
         """
-        moved = WorkerState(dict(self.versions), self.optimizer, dict(self.layer_state), self.sums, dict(self.buffers), self.key)
+        moved = WorkerState(dict(self.versions), self.optimizer, dict(self.layer_state), self.accumulators, dict(self.buffers), self.key)
         for held in (self.versions, self.layer_state, self.buffers):
             held.clear()
         return moved
@@ -96,7 +96,7 @@ class State:
         return f"State({self._facts()})"
 
     def _repr_html_(self) -> str:
-        head = "worker", "weight versions", "weights", "optimizer state", "sums and layer state", "buffers"
+        head = "worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"
         rows = [[str(w), *worker.cells()] for w, worker in enumerate(self.workers)]
         return html_table(f"State: {self._facts()}", head, rows)
 
@@ -169,5 +169,5 @@ def _short(text: str | None) -> str:
 
 def _is_used_up(worker: WorkerState) -> bool:
     """Whether a run took what it held, or donated the arrays that a copy of it shares."""
-    donated = jax.tree.leaves(worker.sums)[:1] + jax.tree.leaves(worker.optimizer)[:1]
+    donated = jax.tree.leaves(worker.accumulators)[:1] + jax.tree.leaves(worker.optimizer)[:1]
     return not worker.versions or any(leaf.is_deleted() for leaf in donated)

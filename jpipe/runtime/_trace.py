@@ -158,7 +158,7 @@ class _Watcher:
     def _sample(self, state: WorkerState) -> MemorySample:
         """What the worker holds; only what it did not hold before is looked at, for there may be hundreds of microbatches."""
         sizes, held = self._sizes, self._buffers
-        named = ("optimizer", state.optimizer), ("sums", state.sums), ("state", state.layer_state), *state.versions.items()
+        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # sums may be set aside at first
                 sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
@@ -171,7 +171,9 @@ class _Watcher:
         residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
         other = sizes["state"] + sum(held.values()) - residuals
         weights = {version: sizes[version] for version in sorted(state.versions)}
-        return MemorySample(0.0, weights, sizes["optimizer"], sizes["sums"] if state.sums is not None else 0, residuals, other)
+        return MemorySample(
+            0.0, weights, sizes["optimizer"], sizes["accumulators"] if state.accumulators is not None else 0, residuals, other
+        )
 
 
 _Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)

@@ -11,7 +11,7 @@ from jpipe.stages._functions import StageFunctions, floats_of
 def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
     """The exact sizes of one stage, from shapes alone; times are units (a forward 1, a backward 2, one that recomputes 3)."""
     f, specs = functions, functions.specs
-    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.draw)
+    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.rng)
     kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
     weight = nbytes(jax.ShapeDtypeStruct((), f.loss_dtype))
     return StageCost(
@@ -26,7 +26,7 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         weights=nbytes(specs.params),
         optimizer=nbytes(f.optimizer_spec),
         state=nbytes(specs.state),
-        sums=nbytes(f.sums_spec),
+        accumulators=nbytes(f.accumulators_spec),
     )
 
 

@@ -32,7 +32,7 @@ class CompiledStage:
 
     Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
     is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`; where replicas sum them, `add`,
-    `finish` and `zero_sums`; `add_state` and `mean_state` where they average their layer state when it is read.
+    `finish` and `zero_accumulators`; `add_state` and `mean_state` where they average their layer state when it is read.
     """
 
     functions: StageFunctions
@@ -106,7 +106,7 @@ def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
         case ForwardBackward():
             return ("forward_backward",)
         case AllReduce():
-            return "add", "finish", "zero_sums"
+            return "add", "finish", "zero_accumulators"
         case SumSquares(worker=0):
             return "sum_squares", "norm"
         case SumSquares():
@@ -134,9 +134,11 @@ def compile_initializers(
 
 
 def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-    """`params -> optimizer state` and `params -> sums`, of a stage of which nothing has been trained."""
-    optimizer, sums = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_sums")])
-    return optimizer, sums
+    """`params -> optimizer state` and `params -> accumulators`, of a stage of which nothing has been trained."""
+    optimizer, accumulators = _compile_side_by_side(
+        [_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_accumulators")]
+    )
+    return optimizer, accumulators
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
@@ -159,20 +161,20 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
 def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
     """One of the calls of a `CompiledStage`, by name, traced for a device; `layers`: how many each stage of the plan has."""
     f, specs = functions, functions.specs
-    sums, optimizer_state = f.sums_spec, f.optimizer_spec
+    accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
     number = jax.ShapeDtypeStruct((), f.loss_dtype)
     norm = None if f.clip_global_norm is None else number
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
-        "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.draw)),
-        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), sums, specs.draw)),
-        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, sums, specs.draw)),
-        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, sums, norm)),
-        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, sums, norm)),
-        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, sums, norm)),
-        "sum_squares": lambda: (f.sum_squares, (), (sums,)),
+        "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
+        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng)),
+        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng)),
+        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, accumulators, norm)),
+        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
+        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
+        "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
         "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
         "init_optimizer": lambda: (f.init_optimizer, (), (specs.params,)),
-        "zero_sums": lambda: (f.zero_sums, (), (specs.params,)),
+        "zero_accumulators": lambda: (f.zero_accumulators, (), (specs.params,)),
         "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
         "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
         "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
@@ -188,7 +190,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
     """What replicas sum for an update: what they accumulated, and the layer state where they average it with each update."""
-    return f.sums_spec, floats_of(f.specs.state) if f.average_state == "update" else []
+    return f.accumulators_spec, floats_of(f.specs.state) if f.average_state == "update" else []
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,14 +199,14 @@ def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
     """Specs of what a backward takes over from the forward, and of the gradient message it gets."""
-    y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
     kept = f.residuals.keep(f.specs.arguments, (y, new_state))
     return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))
 
 
 def _update_into(f: StageFunctions) -> Callable[..., Any]:
-    def update(retired: Tree, params: Tree, optimizer_state: Tree, sums: Tree, norm: Any) -> Any:
-        return f.update(params, optimizer_state, sums, norm)
+    def update(retired: Tree, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: Any) -> Any:
+        return f.update(params, optimizer_state, accumulators, norm)
 
     return update
 

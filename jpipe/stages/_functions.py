@@ -28,7 +28,7 @@ class Specs:
     state: Tree
     x: Tree
     labels: Tree
-    draw: tuple[Any, Any]
+    rng: tuple[Any, Any]
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:
@@ -41,8 +41,8 @@ class StageFunctions:
     """The computations of one stage, as pure functions of pytrees.
 
     Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
-    (sum of the losses, weight). `draw` is (microbatch, key), or (None, None) where nothing is random. A gradient message
-    is (gradient of the floating-point leaves of y, weight of the microbatch), at the last stage y itself. `sums` are what a
+    (sum of the losses, weight). `rng` is (microbatch, key), or (None, None) where nothing is random. A gradient message
+    is (gradient of the floating-point leaves of y, weight of the microbatch), at the last stage y itself. `accumulators` are what a
     batch accumulates: gradients, weight and, at the last stage, loss.
 
     Attributes:
@@ -70,62 +70,66 @@ class StageFunctions:
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
 
-    def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, draw: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
+    def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
-        (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), draw)
+        (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), rng)
         return y, new_state, self.residuals.saved(leaves)
 
-    def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, sums: Tree, draw: tuple[Any, Any]) -> Any:
+    def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any]) -> Any:
         """(gradient message for the stage before, sums with this microbatch added)."""
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
-        leaves, form = jax.tree.flatten(blank)
+        leaves, treedef = jax.tree.flatten(blank)
         for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
             leaves[position] = leaf
         # Traced a second time for the leaves that only depend on the weights; XLA drops all the rest of this forward.
-        _, vjp = self._linearize(params, jax.tree.unflatten(form, leaves), draw)
-        vjp_leaves, vjp_form = jax.tree.flatten(vjp)
-        vjp = jax.tree.unflatten(vjp_form, restore_leaves(self.residuals, vjp_leaves, kept, saved))
-        return self._pull_back(vjp, message, sums)
+        _, vjp = self._linearize(params, jax.tree.unflatten(treedef, leaves), rng)
+        vjp_leaves, vjp_treedef = jax.tree.flatten(vjp)
+        vjp = jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
+        return self._pull_back(vjp, message, accumulators)
 
     def forward_backward(
-        self, params: Tree, state: Tree, x: Tree, labels: Tree, sums: Tree, draw: tuple[Any, Any]
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any]
     ) -> tuple[Any, Tree, Tree]:
         """The last stage's forward and backward in one: (gradient message, sums, new state)."""
-        (y, new_state), vjp = self._linearize(params, (state, x, labels), draw)
-        message, sums = self._pull_back(vjp, y, sums)
-        return message, sums, new_state
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        message, accumulators = self._pull_back(vjp, y, accumulators)
+        return message, accumulators, new_state
 
-    def sum_squares(self, sums: Tree) -> jax.Array:
+    def sum_squares(self, accumulators: Tree) -> jax.Array:
         """For each layer the sum of the squares of its mean gradient; the norm of all stages is made of these (see `norm_of`)."""
-        divisor = _divisor(sums["weight"])
-        means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in sums["gradients"].items()}
+        divisor = _divisor(accumulators["weight"])
+        means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in accumulators["gradients"].items()}
         squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
         return jnp.stack([sum(layer, jnp.zeros((), self.loss_dtype)) for layer in squares])
 
     def update(
-        self, params: Tree, optimizer_state: Tree, sums: Tree, norm: jax.Array | None = None
+        self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: jax.Array | None = None
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, (mean loss, weight) of the batch).
 
         The loss is known at the last stage only. A batch whose weights are all zero teaches nothing: its gradient and its loss are
         zero. Where gradients are clipped, `norm` is that of all stages.
         """
-        divisor = _divisor(sums["weight"])
+        divisor = _divisor(accumulators["weight"])
         new_params, new_state = {}, {}
-        for layer_id, gradient in sums["gradients"].items():
+        for layer_id, gradient in accumulators["gradients"].items():
             mean = _mean(gradient, divisor)
             if norm is not None:
                 mean = jax.tree.map(lambda g: _clip(g, norm, self.clip_global_norm), mean)
             new_params[layer_id], new_state[layer_id] = self.optimizer.update(
                 layer_id, mean, optimizer_state[layer_id], params[layer_id], self.update_scale
             )
-        zeros = jax.tree.map(jnp.zeros_like, sums)
-        return new_params, new_state, zeros, (sums["loss"] / divisor, sums["weight"]) if self.last else None
+        zeros = jax.tree.map(jnp.zeros_like, accumulators)
+        return new_params, new_state, zeros, (accumulators["loss"] / divisor, accumulators["weight"]) if self.last else None
 
     def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
         """(sums, means of the layer state, (mean loss, weight) of the batch, known at the last stage) from what replicas have summed."""
-        sums, state = summed
-        return sums, self.mean_state(state), (sums["loss"] / _divisor(sums["weight"]), sums["weight"]) if self.last else None
+        accumulators, state = summed
+        return (
+            accumulators,
+            self.mean_state(state),
+            (accumulators["loss"] / _divisor(accumulators["weight"]), accumulators["weight"]) if self.last else None,
+        )
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
@@ -139,7 +143,7 @@ class StageFunctions:
         """Optimizer state of fresh parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
 
-    def zero_sums(self, params: Tree) -> Tree:
+    def zero_accumulators(self, params: Tree) -> Tree:
         """Sums of a batch of which nothing has been seen."""
         numbers = ("loss", "weight") if self.last else ("weight",)
         return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
@@ -152,7 +156,7 @@ class StageFunctions:
     @cached_property
     def residuals(self) -> Residuals:
         """What the backward takes over from the forward."""
-        return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.draw)
+        return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.rng)
 
     @cached_property
     def optimizer_spec(self) -> Tree:
@@ -160,9 +164,9 @@ class StageFunctions:
         return jax.eval_shape(self.init_optimizer, self.specs.params)
 
     @cached_property
-    def sums_spec(self) -> Tree:
+    def accumulators_spec(self) -> Tree:
         """Shapes and dtypes of the sums."""
-        return jax.eval_shape(self.zero_sums, self.specs.params)
+        return jax.eval_shape(self.zero_accumulators, self.specs.params)
 
     @property
     def averages_when_read(self) -> bool:
@@ -176,18 +180,18 @@ class StageFunctions:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
-    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
         """((y, new state), the VJP of y's floating-point leaves with respect to params and x's)."""
         state, x, labels = arguments
-        microbatch, key = draw
-        leaves, form = jax.tree.flatten(x)
+        microbatch, key = rng
+        leaves, treedef = jax.tree.flatten(x)
         moving = [] if self.first else [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
         def stage(params: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
             filled = list(leaves)
             for i, leaf in zip(moving, floats, strict=True):
                 filled[i] = leaf
-            x = jax.tree.unflatten(form, filled)
+            x = jax.tree.unflatten(treedef, filled)
             y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
             if self.last:
                 total, weight = self._loss_of(y, labels)
@@ -202,18 +206,18 @@ class StageFunctions:
         return outputs, vjp
 
     def _linearized_leaves(
-        self, params: Tree, arguments: tuple[Tree, Tree, Tree], draw: tuple[Any, Any]
+        self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]
     ) -> tuple[tuple[Tree, Tree], list[Any]]:
-        outputs, vjp = self._linearize(params, arguments, draw)
+        outputs, vjp = self._linearize(params, arguments, rng)
         return outputs, jax.tree.leaves(vjp)
 
-    def _pull_back(self, vjp: Any, message: Tree, sums: Tree) -> tuple[Tree, Tree]:
+    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new sums)."""
         gradient, weight = message
         gradients, x_gradient = vjp([jnp.ones_like(gradient)] if self.last else gradient)
-        added = {"gradients": jax.tree.map(jnp.add, sums["gradients"], gradients), "weight": sums["weight"] + weight}
+        added = {"gradients": jax.tree.map(jnp.add, accumulators["gradients"], gradients), "weight": accumulators["weight"] + weight}
         if self.last:
-            added["loss"] = sums["loss"] + gradient  # the message is (sum of the losses, weight)
+            added["loss"] = accumulators["loss"] + gradient  # the message is (sum of the losses, weight)
         return (x_gradient, weight), added
 
     def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
@@ -236,10 +240,10 @@ def stage_functions(
         InputError: a loss that does not fit.
     """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
-    draw = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
+    rng = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
     params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
-    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, draw)
+    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng)
     functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
     if last:
         check_summed(loss, "loss", functions, layers[stage.layers[-1]].output)
@@ -326,8 +330,8 @@ def floats_of(tree: Tree) -> list[Any]:
 
 def with_floats(tree: Tree, floats: Iterable[Any]) -> Tree:
     """The tree with other floating-point leaves, as `floats_of` gives them."""
-    leaves, form, new = *jax.tree.flatten(tree), iter(floats)
-    return jax.tree.unflatten(form, [next(new) if _is_float(leaf) else leaf for leaf in leaves])
+    leaves, treedef, new = *jax.tree.flatten(tree), iter(floats)
+    return jax.tree.unflatten(treedef, [next(new) if _is_float(leaf) else leaf for leaf in leaves])
 
 
 def _is_float(leaf: Any) -> bool:

@@ -52,22 +52,22 @@ class Residuals:
         return kept_arguments, kept_outputs
 
 
-def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, draw: Tree) -> Residuals:
+def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
     """Trace `forward(params, arguments, draw) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
 
     `jax.vjp` alone would keep the weights once per microbatch, and cast or masked copies of them too. A leaf that weights
-    reach and no argument does is therefore left out. What only `draw` reaches (a dropout mask) is saved: drawing again
-    costs more. `draw` is (microbatch, key) or Nones: the backward is given it again.
+    reach and no argument does is therefore left out. What only `rng` reaches (a dropout mask) is saved: drawing again
+    costs more. `rng` is (microbatch, key) or Nones: the backward is given it again.
     """
-    closed = jax.make_jaxpr(forward)(params, arguments, draw)
+    closed = jax.make_jaxpr(forward)(params, arguments, rng)
     jaxpr = closed.jaxpr
-    count = [len(jax.tree.leaves(part)) for part in (params, arguments, draw)]
+    count = [len(jax.tree.leaves(part)) for part in (params, arguments, rng)]
     by_arguments = reached(jaxpr, [0] * count[0] + [1] * count[1] + [0] * count[2])
     by_weights = reached(jaxpr, [1] * count[0] + [0] * (count[1] + count[2]))
     by_draw = reached(jaxpr, [0] * (count[0] + count[1]) + [1] * count[2])
     argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
     draws = set(jaxpr.invars[count[0] + count[1] :])
-    leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, draw)[0]))
+    leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, rng)[0]))
     output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not is_literal(var)}
     saved: dict[Any, int] = {}
     sources = []

@@ -56,7 +56,7 @@ class StandaloneStage:
 
         Returns:
             A program of the arguments forward(params, state, x, labels, draw); backward(params, kept, saved, message, sums, draw),
-            which uses up `sums`; update(params, optimizer state, sums, norm), which uses up the first three.
+            which uses up `accumulators`; update(params, optimizer state, sums, norm), which uses up the first three.
         """
         return trace_call(self._functions, device, _CALLS[name], [len(self.stage.layers)])
 

@@ -46,7 +46,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
                     loads[port] += plan.microbatches / pairs * size / crossed.bandwidth
     for s in range(plan.depth):
         ring = _ring(plan, s, link)
-        seconds = plan.updates_per_batch(s) * _sending(costs[s].sums, ring) if ring else 0.0
+        seconds = plan.updates_per_batch(s) * _sending(costs[s].accumulators, ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     return max(loads.values(), default=0.0)
@@ -96,7 +96,7 @@ class _Stage:
         self.summed = [0.0] * (count // every)
         self.missing = [self.replicas] * (count // every)
         ring = _ring(plan, s, link)
-        self.summing = _sending(cost.sums, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
+        self.summing = _sending(cost.accumulators, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
         self.on = self._delays(plan, s, s + 1, cost.outputs, link)
         self.back = self._delays(plan, s, s - 1, cost.gradient, link)
 

@@ -54,7 +54,7 @@ class Times(NamedTuple):
         forward: of one microbatch.
         backward: of one microbatch, recomputation included.
         update: of one update.
-        sums: to sum the gradients over the w replicas.
+        all_reduce: to sum the gradients over the w replicas.
         sharing: groups of stages whose sums go through the same ports.
         messages: until the outputs of a microbatch are sent, over the slowest of the w links; the gradients take as long.
         latencies: from then on until they are on the other side.
@@ -65,7 +65,7 @@ class Times(NamedTuple):
     forward: Any
     backward: Any
     update: Any
-    sums: Any
+    all_reduce: Any
     sharing: tuple[tuple[int, ...], ...]
     messages: Any
     latencies: Any
@@ -122,9 +122,9 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
     slots = times.own + times.update / microbatches
     round_trips, under_way = _cycles(slots, times.cuts, extra)
     period = (round_trips / under_way).max(-1)
-    summed = times.sums + times.update + (microbatches - hidden) * period[..., None]
-    summed = np.where(times.sums > 0, summed, 0.0)
-    ports = [times.sums[list(stages)].sum() for stages in times.sharing]  # of all sums of a batch
+    summed = times.all_reduce + times.update + (microbatches - hidden) * period[..., None]
+    summed = np.where(times.all_reduce > 0, summed, 0.0)
+    ports = [times.all_reduce[list(stages)].sum() for stages in times.sharing]  # of all sums of a batch
     terms = (m * slots.max(-1), m * np.maximum(period, _most(times.both_ways)), np.maximum(summed.max(-1), max(ports, default=0.0)))
     return _price(np.maximum.reduce(terms), terms, slots, _slowest_cut(times), summed)
 
@@ -255,8 +255,8 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
     moved[1:] += times.cuts
     moved[:-1] += times.cuts
     slots = times.own + moved
-    terms = (rounds * slots.max(-1), (rounds / microbatches[..., 0]) * times.sums.max(-1))
-    return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.sums)
+    terms = (rounds * slots.max(-1), (rounds / microbatches[..., 0]) * times.all_reduce.max(-1))
+    return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.all_reduce)
 
 
 def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Price:
@@ -273,10 +273,10 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
     drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
     drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
     filled[..., 1:] = np.cumsum(times.forward[..., :-1] + times.cuts, -1)
-    ends = times.sums - drained
+    ends = times.all_reduce - drained
     for stages in times.sharing:
         for after, s in zip(stages[:0:-1], stages[-2::-1], strict=True):
-            ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.sums[s]
+            ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.all_reduce[s]
     summed = ends + times.update - filled
     passed = times.through + _most(times.one_way - times.messages) + repeated(times)
     unlinked = times.unlinked.through + repeated(times.unlinked)

@@ -78,8 +78,8 @@ def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
     """The bytes that each program has to read or write."""
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
-        "backward": cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.sums,
-        "update": 2 * (cost.weights + cost.optimizer + cost.sums),
+        "backward": cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators,
+        "update": 2 * (cost.weights + cost.optimizer + cost.accumulators),
     }
 
 

@@ -108,12 +108,12 @@ class _Fit:
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
     """What does not depend on the schedule; without recomputation."""
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
-    sums = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
+    all_reduce = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
     return Times(
         forward=stages.forward,
         backward=stages.backward[0],
         update=stages.update,
-        sums=np.array(sums),
+        all_reduce=np.array(all_reduce),
         sharing=crossing.sharing if width > 1 else (),
         messages=stages.outputs[:-1] / crossing.bandwidths,
         latencies=crossing.latencies,

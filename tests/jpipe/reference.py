@@ -54,13 +54,13 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     fused = SCHEDULES[plan.schedule].fuses(plan, last)  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
-    sums = [[start[w].sums for w in workers] for workers in plan.stage_workers]
+    sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
     losses, weights, found = {}, {}, {}
     for k in range(len(batches) * m):
         x, labels = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:])[k % m], batches[k // m])  # noqa: B023 - called at once
         read = [versions[s][version(plan, s, k)] for s in range(d)]
-        draw = [(jnp.uint32(k), first[s].key) if f.specs.draw[1] is not None else (None, None) for s, f in enumerate(functions)]
+        draw = [(jnp.uint32(k), first[s].key) if f.specs.rng[1] is not None else (None, None) for s, f in enumerate(functions)]
         left = {}
         for s in range(last if fused else d):
             r = k % replicas[s]

@@ -263,7 +263,7 @@ def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
         state, _ = pipe.step(state, batch)
     caption, (head, *rows) = shown_table(state._repr_html_())
     assert caption == "State: before batch 2, in flight since batch 0, 3 workers"
-    assert head == ["worker", "weight versions", "weights", "optimizer state", "sums and layer state", "buffers"]
+    assert head == ["worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.versions)) for worker in state.workers]
     assert [row[2] for row in rows] == [f"{size} B" for size in weights]

@@ -30,7 +30,7 @@ class OwnBatches:
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
-        found: Batch = when_sliced(self._specs, lambda: self._alike(index))
+        found: Batch = when_sliced(self._specs, lambda: self._of_same_shape(index))
         return found
 
     @cached_property
@@ -38,7 +38,7 @@ class OwnBatches:
         specs: Batch = _specs(self.made(0))
         return specs
 
-    def _alike(self, index: int) -> Batch:
+    def _of_same_shape(self, index: int) -> Batch:
         batch = self.made(index)
         if _specs(batch) != self._specs:
             first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))

@@ -98,10 +98,10 @@ def load(
             given[layer_id] = {name.removeprefix(f"{layer_id}/"): array for name, array in converted.items()}
         return given
 
-    source, taken = together.alike(find)
+    source, taken = together.run_on_all(find)
     together.agree(lambda: {"warm_start.file": source.digest()})
     say(_told(source, model, taken))
-    return together.alike(read)
+    return together.run_on_all(read)
 
 
 def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:

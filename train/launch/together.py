@@ -76,7 +76,7 @@ class Together:
             except jpipe.InputError as error:
                 raise self.shared(error) from None
 
-    def alike(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """What `work` gives, if it succeeds in all processes.
 
         Raises:
@@ -106,7 +106,7 @@ class Together:
         Raises:
             jpipe.InputError: of `work`, told by process 0.
         """
-        text = self.alike(lambda: self._alone(what, work) if self.is_first else "")
+        text = self.run_on_all(lambda: self._alone(what, work) if self.is_first else "")
         if self.processes is None:
             return text
         if self.is_first:
@@ -124,7 +124,7 @@ class Together:
     def start_devices(self, limit: float) -> None:
         """Start the devices of all processes, if there are several, and go on only if they are alike.
 
-        JAX waits for those of all processes, so this is no work for `alike`: whoever fails tells the others that wait.
+        JAX waits for those of all processes, so this is no work for `run_on_all`: whoever fails tells the others that wait.
 
         Args:
             limit: seconds to wait for the others; of a minute, which large machines may take to start their own, nothing is taken off.

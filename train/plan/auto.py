@@ -27,7 +27,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     Raises:
         jpipe.InputError: no plan fits.
     """
-    parts = together.alike(lambda: Parts.of(config, reporter))
+    parts = together.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
 
     def measured() -> Profile | None:
@@ -37,7 +37,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         with together.working("the profile of the layers"):
             return profile_of(parts, None, batch, jax.device_count(), reporter)
 
-    own = together.alike(measured)
+    own = together.run_on_all(measured)
     profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if own is None else own.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 

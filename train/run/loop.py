@@ -61,8 +61,8 @@ def main(
     with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
         together.agree(lambda: facts(config) | {"--resume": resume})
-        together.alike(lambda: prepare_devices(config.plan, num_processes))
-        not_kept = together.alike(lambda: compile_cache.use(config.compile_cache))
+        together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
+        not_kept = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
         if not_kept:
@@ -74,13 +74,13 @@ def main(
         if config.plan.file == AUTO:
             same = resumed is not None and resumed.facts.devices == jax.device_count()
             plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-        pipe, batches = together.alike(lambda: ready(config, reporter, plan))
+        pipe, batches = together.run_on_all(lambda: ready(config, reporter, plan))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
         if resumed is not None:
             tell_resumed(resumed, config, reporter)
         given = starting_params(config, pipe, batches, together, resumed, reporter)
-        folder = together.alike(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
+        folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together, resumed, given)
@@ -126,7 +126,7 @@ def run(
     with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
-        together.alike(lambda: check_shared(config, path, together))
+        together.run_on_all(lambda: check_shared(config, path, together))
         announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, together, resumed, given)
@@ -135,7 +135,7 @@ def run(
             sizes = pipe.costs(batches.train[0], compiled_for=jax.local_devices()[0] if here else None)
             stages = [] if folder is None else stages_of(pipe, batches.train[0])
         if resumed is not None:
-            together.alike(lambda: None if folder is None else go_on(config, folder, resumed))
+            together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed))
         measure = Measure(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )

@@ -115,6 +115,6 @@ def begin(
     if resumed is None:
         return pipe.init(key, batches.train[0], given)
     fresh = config.resume.optimizer == "reset"
-    together.alike(lambda: pipe.check_layers(batches.train[0], resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
-    layers = together.alike(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them
+    together.run_on_all(lambda: pipe.check_layers(batches.train[0], resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
+    layers = together.run_on_all(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them
     return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)

@@ -139,7 +139,7 @@ def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batch
     plan = Plan.even(**fields)
     program = lower(plan, start + batches, begin=start, start=start, clips=clips and SCHEDULES[plan.schedule].flushes)
     rng = random.Random(seed)
-    costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), weights=7, sums=5) for _ in plan.stages]
+    costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), weights=7, accumulators=5) for _ in plan.stages]
     prediction = simulate(program, costs, Link(bandwidth=rng.choice([3.0, 1e9]), latency=rng.choice([0.0, 0.4])))
     for w, row in enumerate(prediction.timeline):
         s, replica = plan.workers[w]
@@ -364,8 +364,10 @@ def test_layer_costs_add_up_to_stage_costs():
     layers = {i: LayerCost(1.0, 2.0, outputs=8, weights=100, optimizer=200, residuals={"none": 50, "dots_saveable": 20}) for i in "abc"}
     stages = [{"layers": ("a",)}, {"layers": ("b", "c"), "recompute": "full"}]
     first, second = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers, inputs=4, labels=2)
-    assert first == StageCost(1.0, 2.0, inputs=4, outputs=8, residuals=50, message=8, weights=100, optimizer=200, sums=100)
-    assert second == StageCost(2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, sums=200, temporary=92)
+    assert first == StageCost(1.0, 2.0, inputs=4, outputs=8, residuals=50, message=8, weights=100, optimizer=200, accumulators=100)
+    assert second == StageCost(
+        2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, accumulators=200, temporary=92
+    )
     with pytest.raises(InputError, match="layer 'b' of the plan has none"):
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 

@@ -11,9 +11,9 @@ FIRST, BATCHES = 20, 3
 # Whole and half numbers, so that times may be compared exactly. Stage 1 has the most work. Messages weigh nothing: the phase of the
 # program decides whether one that arrives between two computations is counted with the first of them or the second.
 UNBALANCED = [
-    StageCost(forward=2.0, backward=3.0, update=1.0, residuals=3, weights=10, optimizer=20, sums=10),
-    StageCost(forward=4.0, backward=7.0, update=2.0, residuals=5, weights=10, optimizer=20, sums=10),
-    StageCost(forward=1.5, backward=3.0, update=3.0, residuals=2, weights=10, optimizer=20, sums=10),
+    StageCost(forward=2.0, backward=3.0, update=1.0, residuals=3, weights=10, optimizer=20, accumulators=10),
+    StageCost(forward=4.0, backward=7.0, update=2.0, residuals=5, weights=10, optimizer=20, accumulators=10),
+    StageCost(forward=1.5, backward=3.0, update=3.0, residuals=2, weights=10, optimizer=20, accumulators=10),
 ]
 
 

@@ -177,7 +177,7 @@ def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
 
 
 def test_a_window_keeps_what_was_held_before_it():
-    prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, sums=10, residuals=3, inputs=1)] * 4)
+    prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, accumulators=10, residuals=3, inputs=1)] * 4)
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 2)
     assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)
     assert isinstance(window, Window)

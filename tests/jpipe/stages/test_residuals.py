@@ -80,7 +80,7 @@ def shapes(tree) -> set:
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen"), ("scanned", "nnx", "linen")], ids="-".join)
 def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
     for f in functions_of(blocks, recompute):
-        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
         left = f.residuals.keep(f.specs.arguments, (y, state)), saved
         weights = shapes(f.specs.params) | {shape[::-1] for shape in shapes(f.specs.params)}
         assert not weights & shapes(left), f"{f.stage.layers}: {recompute}"
@@ -91,7 +91,7 @@ def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen")], ids="-".join)
 def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):
     for f in functions_of(blocks, recompute):
-        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+        y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
         assert jax.tree.leaves(saved) == [], f.stage.layers
         arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
         assert outputs == ()
@@ -110,7 +110,7 @@ def test_full_recomputation_keeps_the_layer_state_that_the_forward_read():
 
 def test_dots_saveable_keeps_the_outputs_of_matrix_products_and_the_stage_input():
     f = functions_of(("nnx", "nnx"), "dots_saveable")[1]
-    saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)[2]
+    saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
     assert sorted(leaf.shape for leaf in jax.tree.leaves(saved)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
@@ -123,7 +123,7 @@ def test_an_array_is_kept_once_though_several_layers_need_it():
     stack = LayerStack({"a": models.dense(WIDTH, unchanged), "b": models.dense(HIDDEN, unchanged), "c": lambda x: x * x, "d": jnp.sin})
     pipe = Pipeline(stack, models.cut(stack.ids, (3, 1), microbatches=2, schedule="gpipe"), models.squares, optax.sgd(0.1))
     f = pipe._functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, HIDDEN), np.float32)))[0]
-    y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.draw)
+    y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
     arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
     assert [a.shape for a in arguments] == [(ROWS, 3)]
     assert sorted(leaf.shape for leaf in jax.tree.leaves((saved, outputs))) == [(ROWS, WIDTH), (ROWS, HIDDEN)]

@@ -43,7 +43,7 @@ def test_pipelines_that_leave_a_server_by_one_port_share_it():
 
 def test_a_sum_over_servers_takes_the_slow_link():
     plan = _plan(replicas=2, schedule="pipedream_flush", stages=1)
-    costs = _costs(plan, sums=100)
+    costs = _costs(plan, accumulators=100)
     one = simulated(plan, costs, _servers(1, 2, inner=10.0, outer=1.0))
     two = simulated(plan, costs, _servers(2, 1, inner=10.0, outer=1.0))
     assert one.batch_seconds == pytest.approx(2 * 3.0 + 10.0)
@@ -74,7 +74,7 @@ def test_what_would_take_minutes_is_not_simulated():
 
 def test_sums_that_leave_a_server_by_one_port_go_one_after_the_other():
     plan = _plan(replicas=2, schedule="gpipe", stages=2)
-    costs = _costs(plan, sums=100)
+    costs = _costs(plan, accumulators=100)
     apart = simulated(plan, costs, _servers(2, 2, inner=1e9, outer=10.0))  # the replicas of a stage in one server
     together = simulated(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=10.0))
     free = simulated(plan, costs, Topology.flat(4, 1e9))

@@ -148,7 +148,7 @@ def test_nothing_that_could_fit_is_compiled_in_vain(fits):
 class Alone(Together):
     """Process 0 of two, as far as it asks."""
 
-    def alike(self, work):
+    def run_on_all(self, work):
         return work()
 
     def from_first(self, what, work):
