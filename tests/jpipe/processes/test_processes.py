@@ -32,8 +32,8 @@ SILENT = "process {} gave no sign of life for 2 s: it is stopped, or cut off"
 @contextlib.contextmanager
 def started(name, where, count=3):
     """That many processes that run the function `name` of joined.py; killed in the end, whatever happened."""
-    arguments = [sys.executable, "-P", str(PROGRAM), name, str(where)]  # without its folder on the path, which has a `numbers`
-    root = {"PYTHONPATH": str(PROGRAM.parents[2])}
+    arguments = [sys.executable, str(PROGRAM), name, str(where)]
+    root = {"PYTHONPATH": str(PROGRAM.parents[3])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(subprocess.Popen([*arguments, str(index), str(count)], **pipes)) for index in range(count)]
