@@ -26,7 +26,7 @@ class StageCost:
         weights: one version.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        sums: accumulated gradients.
+        accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
     """
 

@@ -33,7 +33,7 @@ class WorkerState:
             PipeDream, current and shadow of 2BW. An entry exists once, however many microbatches in flight read it.
         optimizer: optimizer state by layer id.
         layer_state: state that forwards update (batch statistics), by layer id.
-        sums: gradients, weight and loss of the batch that is being accumulated.
+        accumulators: gradients, weight and loss of the batch that is being accumulated.
         buffers: activations, residuals and gradients in flight, by (kind, microbatch).
         key: the random key of the run.
     """
