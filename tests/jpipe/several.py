@@ -1,7 +1,7 @@
 """The program that the tests of several processes run in each of them, and how they start it.
 
-`python -m tests.jpipe.several train CASES ADDRESS COUNT INDEX FILE` trains the cases for CASES processes, one after the other, and writes
-all that it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed.
+`python -m tests.jpipe.several train GROUP ADDRESS COUNT INDEX FILE` trains the cases of a group, one after the other, and writes all that
+it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed.
 """
 
 import atexit
@@ -18,15 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-CASES: dict[int, dict[str, dict]] = {
-    2: {
-        "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
+CASES: dict[str, dict[str, dict]] = {
+    "2": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
-        "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
-        "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3},
-        "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
-        "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -35,7 +30,14 @@ CASES: dict[int, dict[str, dict]] = {
             "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
         },
     },
-    4: {
+    "2, others": {
+        "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
+        "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
+        "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
+        "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
+        "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+    },
+    "4": {
         "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
         "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True},
         "2bw of 4": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 4},
@@ -43,7 +45,7 @@ CASES: dict[int, dict[str, dict]] = {
         "3-1": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": (3, 1)},
     },
 }
-"""By how many processes they need. Without a placement each worker has a device of its own."""
+"""In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
 INLINE = ("2bw", "round_robin")
 """Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
@@ -108,10 +110,10 @@ def refusal() -> str:
     return ""
 
 
-def train_all(cases: int, count: int, file: str) -> None:
+def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
-    mine = CASES[cases]
+    mine = CASES[group]
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
@@ -125,7 +127,7 @@ def train_endlessly(file: str) -> None:
     """Says in FILE when the pipeline is in steady state."""
     import jax
 
-    pipe, batches = pipeline(dict(CASES[2]["2bw"]))
+    pipe, batches = pipeline(dict(CASES["2"]["2bw"]))
     state = pipe.init(jax.random.key(7), batches[0])
     for t in range(10**9):
         state, _ = pipe.step(state, batches[t % BATCHES])
@@ -133,7 +135,7 @@ def train_endlessly(file: str) -> None:
             Path(file).touch()
 
 
-def main(what: str, cases: int, address: str, count: int, index: int, file: str) -> None:
+def main(what: str, group: str, address: str, count: int, index: int, file: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})  # with other numbers of threads, XLA's sums may differ in the last bit
     if (count, index) == (2, 1):
@@ -143,24 +145,24 @@ def main(what: str, cases: int, address: str, count: int, index: int, file: str)
     jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(dir=Path(file).parent))  # the cases have much in common
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_num_cpu_devices", 1 if count > 1 else max(CASES))
+    jax.config.update("jax_num_cpu_devices", 1 if count > 1 else 4)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, count, index)
     if what == "endless":
         train_endlessly(file)
-    train_all(cases, count, file)
+    train_all(group, count, file)
     if (count, index) == (4, 1):
         raise ValueError("nobody catches this")
 
 
 @contextlib.contextmanager
-def started(what: str, cases: int, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
+def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
     """`count` processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-    program = [sys.executable, "-m", "tests.jpipe.several", what, str(cases), address, str(count)]
+    program = [sys.executable, "-m", "tests.jpipe.several", what, group, address, str(count)]
     processes = []
     try:
         for index in range(count):
@@ -176,4 +178,4 @@ def started(what: str, cases: int, count: int, folder: Path) -> Iterator[list[su
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])

@@ -15,13 +15,13 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_find_the_bits_of_one(count, tmp_path, subtests):
-    one, each = trained(count, tmp_path)
-    for case, as_case in [(case, case) for case in CASES[count]] + [(case, f"inline {case}") for case in INLINE if case in CASES[count]]:
+@pytest.mark.parametrize("group", ["2", *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4"))])
+def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
+    one, each = trained(group, int(group[0]), tmp_path)
+    for case, as_case in [(case, case) for case in CASES[group]] + [(case, f"inline {case}") for case in INLINE if case in CASES[group]]:
         with subtests.test(as_case):
             check_bits(of_case(case, one), [of_case(as_case, numbers) for numbers in each])
-    for case, fields in CASES[count].items():
+    for case, fields in CASES[group].items():
         with subtests.test(f"layer state of {case}"):
             if "replicas" in fields:
                 check_mean_of_layer_state([of_case(case, numbers) for numbers in each])
@@ -29,11 +29,11 @@ def test_several_processes_find_the_bits_of_one(count, tmp_path, subtests):
         check_refusal([str(numbers["refused"]) for numbers in each])
 
 
-def trained(cases: int, folder) -> tuple[dict, list[dict]]:
-    """What was found in the cases for so many processes, by one process and by each of them."""
+def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
+    """What was found in the cases of a group by one process, and by each of several processes."""
     ends = time.monotonic() + LIMIT
     with contextlib.ExitStack() as all_:  # all are started at once, and share the cores of this machine
-        processes = {count: all_.enter_context(started("train", cases, count, folder)) for count in (1, cases)}
+        processes = {count: all_.enter_context(started("train", group, count, folder)) for count in (1, several)}
         for count, of_count in processes.items():
             for index, process in enumerate(of_count):
                 code, text = process.wait(max(ends - time.monotonic(), 0.1)), (folder / f"{count}.{index}.txt").read_text()
@@ -92,7 +92,7 @@ def check_refusal(messages: list[str]) -> None:
 
 
 def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_path):
-    with started("endless", 2, 2, tmp_path) as (other, victim):
+    with started("endless", "2", 2, tmp_path) as (other, victim):
         ends = time.monotonic() + LIMIT
         while not (tmp_path / "2.1.npz").exists():
             assert victim.poll() is None, (tmp_path / "2.1.txt").read_text()
