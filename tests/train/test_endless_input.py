@@ -77,6 +77,7 @@ def test_patterns_are_counted(told, tmp_path, tiny):
     assert re.search(r"optimizer\.decay\.0: expected .* at most 256 characters", told("train", "many.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_plans_of_too_many_stages_are_not_simulated(told, tmp_path, schedule):
     stages = [{"layers": [f"l{i}"]} for i in range(20_000)]

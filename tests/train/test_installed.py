@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SAME_NAMES = ("jpipe", "planner", "train")
 
 
+@pytest.mark.slow
 def test_files_of_the_users_stand_in_for_nothing_of_jpipes(tmp_path):
     """An empty entry of PYTHONPATH is the current folder, before all others; the processes of `launch` have it too."""
     for name in SAME_NAMES:

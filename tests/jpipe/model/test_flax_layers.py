@@ -66,6 +66,7 @@ def test_an_nnx_module_trains_as_with_flax(kind):
     check_close(found.layer_state["a"], nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))), 1e-5)
 
 
+@pytest.mark.slow
 def test_arrays_of_a_module_survive_replicas_and_checkpoints():
     stack = LayerStack({"a": Positions, "norm": weight_norm})
     plan = Plan.even(stack.ids, 1, "gpipe", 2, replicas=2)

@@ -63,7 +63,7 @@ def measured_and_predicted(plan) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):

@@ -112,7 +112,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1"])
 def test_a_run_goes_on_under_any_other_plan(first):
     """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""

@@ -39,6 +39,7 @@ class HalfDense(nnx.Module):
         return self.dense(x) * self.scale[...][None, :]
 
 
+@pytest.mark.slow
 def test_weak_types_do_not_make_the_numbers_depend_on_the_cut():
     stack = LayerStack({"weak": lambda x: jnp.where(x > 0, 1.0, 0.0), "dense": HalfDense, "single": lambda x: x * 1.0})
     losses = {first_loss(stack, depth) for depth in (1, 2, 3)}
@@ -84,6 +85,7 @@ class Noisy(nnx.Module):
         return x + self.dropout(self.dense(x))
 
 
+@pytest.mark.slow
 def test_stacked_modules_draw_a_number_of_their_own_each():
     stack = LayerStack({"stacked": Stacked})
     x = jnp.ones((1, 3))

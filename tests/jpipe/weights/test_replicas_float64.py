@@ -42,7 +42,7 @@ def pipeline(plan, **options) -> Pipeline:
     return Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.workers), **options)
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("variant", "replicas", "times"),
     [

@@ -113,6 +113,7 @@ def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, 
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
 
 
+@pytest.mark.slow
 def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
     with pytest.raises(InputError, match="--resume must: expected checkpoints in"):
         loop.main(changed(saved), resume="must")
@@ -152,6 +153,7 @@ def test_another_model_is_refused_by_its_first_difference(saved):
     assert files_of(folder) == before  # nothing was lost by that
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
     loop.main(changed(saved, train={"steps": 2}))
     with pytest.raises(InputError, match=r"layer 'embed', optimizer state: .*; is it of another optimizer\? .*resume.optimizer: reset\)"):
@@ -196,6 +198,7 @@ class AlmostFull:
         self.file.close()
 
 
+@pytest.mark.slow
 def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, capsys):
     """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
     log = RunFolder.log
@@ -411,6 +414,7 @@ def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(sa
         loop.main(changed(saved), resume="never")
 
 
+@pytest.mark.slow
 def test_a_plan_found_once_is_kept(saved, monkeypatch):
     found = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
     calls = []

@@ -291,6 +291,7 @@ def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, caps
     assert capsys.readouterr().err == f"jpipe: {message}\n"
 
 
+@pytest.mark.slow
 def test_a_bad_config_is_refused_by_the_processes(tmp_path):
     command = [sys.executable, "-P", "-m", "train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

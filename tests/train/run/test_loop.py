@@ -274,6 +274,7 @@ def test_clipping_logs_the_norms(tiny):
     assert all(row["gradient_norm"] > 0.1 for row in rows_of(loop.main(config).folder))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_far_too_high_is_noticed(tiny):
     with pytest.raises(loop.NonFiniteLoss, match=r"step \d+: the (validation )?loss is (nan|inf)"):
         loop.main(changed(tiny, train={"steps": 50}, optimizer={"name": "sgd", "learning_rate": 1e30}))
