@@ -1,4 +1,4 @@
-"""The errors that jpipe raises, and how a failed validation is told: where, expected, found, what to change."""
+"""The errors that jpipe raises, and the form of their messages: where, expected, found, what to change."""
 
 import difflib
 import reprlib
@@ -167,8 +167,8 @@ def _nearest_key(model: type[pydantic.BaseModel], location: Sequence[str | int])
     if key in known:
         section, _, name = last.rpartition(".")
         return f"write '{name}' inside of '{section}', without the dot"
-    alike = [other for other in known if _likeness(last, other.rpartition(".")[2]) >= 0.5]
-    return f"did you mean '{max(alike, key=lambda other: _likeness(key, other))}'?" if alike else nearest(last, siblings)
+    similar = [other for other in known if _likeness(last, other.rpartition(".")[2]) >= 0.5]
+    return f"did you mean '{max(similar, key=lambda other: _likeness(key, other))}'?" if similar else nearest(last, siblings)
 
 
 def _likeness(word: str, other: str) -> float:

@@ -167,13 +167,13 @@ def _complete(
     """Say that it is complete, or clear it away: the disk may be full."""
     count, end = 1 if processes is None else processes.count, time.monotonic() + limit
 
-    def heard(k: int, well: bool) -> bool:
+    def has_reported(k: int, well: bool) -> bool:
         return processes is not None and processes.has_message(_ended(step, k, well=well))
 
     # A part of an earlier attempt may be there: only the process itself knows when that of this one is.
-    while time.monotonic() < end and not all(heard(k, True) or heard(k, False) for k in range(1, count)):
+    while time.monotonic() < end and not all(has_reported(k, True) or has_reported(k, False) for k in range(1, count)):
         time.sleep(0.02)
-    failed = {k for k in range(1, count) if heard(k, False)} | ({0} if problem is not None else set())
+    failed = {k for k in range(1, count) if has_reported(k, False)} | ({0} if problem is not None else set())
     without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
     try:
         if problem is not None:

@@ -7,7 +7,7 @@ A checkpoint of the run in folder RUN, after 40 batches and by two processes, is
     metrics.jsonl                     the run's rows up to then
     checkpoint.json                   the marker, written last: SHA-256 of the files above and of itself, and the run's facts
 
-Everything below a marker is what was written then, or is told as damaged. A folder without a marker is unfinished.
+Everything below a marker is what was written then, or is reported as damaged. A folder without a marker is unfinished.
 """
 
 import contextlib
@@ -169,12 +169,12 @@ def steps(folder: str | Path) -> list[int]:
     return [step for step in _numbers(folder) if (_place(folder, step) / MARKER).exists()]
 
 
-def newest_good(folder: Path, tell: Callable[[str], None]) -> int | None:
+def newest_good(folder: Path, report: Callable[[str], None]) -> int | None:
     """The newest checkpoint that is what was written, if any.
 
     Args:
         folder: the run's.
-        tell: gets a line for each newer one that is damaged or unfinished; they are left where they are.
+        report: gets a line for each newer one that is damaged or unfinished; they are left where they are.
 
     Raises:
         InputError: a newer jpipe wrote the newest.
@@ -183,7 +183,7 @@ def newest_good(folder: Path, tell: Callable[[str], None]) -> int | None:
         try:
             verify(folder, step)
         except Damaged as damaged:
-            tell(str(damaged))
+            report(str(damaged))
         else:
             return step
     return None

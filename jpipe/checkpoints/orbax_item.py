@@ -215,7 +215,7 @@ def _checkpointer() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-# TensorStore has no other way to tell what the system said; older versions wrote `OS error 28`.
+# TensorStore passes the error of the system on as text only; older versions wrote `OS error 28`.
 _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 
 

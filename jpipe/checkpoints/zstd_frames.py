@@ -1,4 +1,4 @@
-"""How much a file's zstd frames unpack to, at most: told from the headers of their blocks (RFC 8878), without unpacking anything."""
+"""The most bytes that a file's zstd frames unpack to, from the headers of their blocks (RFC 8878), without unpacking anything."""
 
 import mmap
 from pathlib import Path

@@ -69,7 +69,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
-    """The arguments that tell a callable whether it trains, as a function of that.
+    """The arguments of a call that say whether it trains, as a function of whether it does.
 
     Args:
         layer_id: of the layer, for messages.

@@ -64,7 +64,7 @@ class Channel:
         self._coordinator = Coordinator(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
         self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each of the others
-        self._silent: dict[int, int] = {}  # beats since each of them was heard
+        self._silent: dict[int, int] = {}  # beats since the last message of each of them
         self._ready: Future[None] = Future()  # what is posted earlier would be lost
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -156,8 +156,8 @@ class Channel:
                             caller.link.close()
                     await asyncio.sleep(_LOOK)
         finally:
-            if told := door.summary():
-                os.write(2, f"jpipe: {told} while the processes joined\n".encode())
+            if summary := door.summary():
+                os.write(2, f"jpipe: {summary} while the processes joined\n".encode())
 
     async def _talk_with(self, caller: Caller) -> None:
         caller.answer("welcome")

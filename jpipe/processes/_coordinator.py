@@ -42,7 +42,7 @@ class Coordinator:
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
-        """What all are told, now that `sender` has sent this; None for nothing.
+        """The message to send to all, now that `sender` has sent this; None for none.
 
         Args:
             sender: the index of a process.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jpipe.errors import PeerLost
 
 _KEPT = 65536  # messages that wait to be read; where nobody reads them the oldest go
-_BLAME_SECONDS = 20.0  # in which a death is heard of that made something fail here
+_BLAME_SECONDS = 20.0  # within which the death of the process that made something fail here is known
 
 
 class Inbox:

@@ -184,7 +184,7 @@ class Processes:
     def close(self) -> None:
         """Leave the run: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
 
-        After a loss: the caller has told the user how the run ended, and ends by itself. JAX waits at its exit for processes that
+        After a loss: the caller has reported how the run ended, and ends by itself. JAX waits at its exit for processes that
         never come, so this one is still ended, now without a message, when `Limits.grace` is over.
 
         Raises:
@@ -197,13 +197,13 @@ class Processes:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave when Python ends: leave the run, or tell the others what ends this process; for `atexit`. After `close` it does nothing.
+        """Leave the run when Python ends, or report to the others what ends this process; for `atexit`. After `close` it does nothing.
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
         if self._left and self._inbox.lost is None:
             return
-        error, told = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
+        error, reported = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
         try:
             if error is not None:
                 raise error
@@ -211,11 +211,11 @@ class Processes:
             if self._inbox.lost is None:
                 return
         except BaseException as failure:
-            told = told or failure is error
+            reported = reported or failure is error
             if self._inbox.lost is None:
                 self.stop(traceback.format_exception_only(failure)[-1].strip())
         self._left = True
-        if not told:
+        if not reported:
             os.write(2, f"jpipe: {self._inbox.lost}\n".encode())
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How the processes of a run recognize each other: they share a secret, and each connection begins with a proof of it from both ends.
+"""How the processes of a run authenticate each other: they share a secret, and each connection begins with a proof from both ends.
 
 The end that connects speaks first, in lines of text:
 
@@ -123,7 +123,7 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
         link.sendall(connection.proof("caller") + b"\n")
         if not (line := _line(link, end)):
             return None
-    except TimeoutError:  # an OSError too, but one that the caller tells apart
+    except TimeoutError:  # an OSError too, but the caller handles it in another way
         raise
     except OSError:
         return None
@@ -141,7 +141,7 @@ class _Refused(Exception):
 
 
 class Caller:
-    """Who has connected and proved to know the secret.
+    """A caller that has connected and proved to know the secret.
 
     Attributes:
         link: the connection, which does not block.

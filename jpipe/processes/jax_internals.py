@@ -10,7 +10,7 @@ from typing import Any
 def distributed_state() -> Any:
     """The state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.
 
-    `jax.process_index` and `jax.process_count` tell two of them, but start the devices for that, and these wait for all processes.
+    `jax.process_index` and `jax.process_count` give two of them, but start the devices for that, and these wait for all processes.
     """
     from jax._src import distributed
 

@@ -1,4 +1,4 @@
-"""What a run makes known: losses, weights and norms, the same in all processes, and not waited for before somebody asks."""
+"""The results of steps: losses, weights and norms. They are the same in all processes, and reading one waits for it."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ Number = jax.Array | np.ndarray
 
 
 class RemoteScalar:
-    """A number that some process computes: `float(…)` of it waits until that process has told it. The same bits in all processes."""
+    """A number that some process computes; `float(…)` waits until that process has sent it. The same bits in all processes."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
@@ -78,7 +78,7 @@ class Evaluation(NamedTuple):
 
 
 class MetricsExchange:
-    """Where the processes of a run read what any of them finds out. In one process nothing is told: its own arrays are the numbers.
+    """Sends the numbers that one process computes to all processes of the run. In a run of one process its arrays are the numbers.
 
     Args:
         plan: what runs.
@@ -108,7 +108,7 @@ class MetricsExchange:
         for batch in (batch + shift for batch in self._finished(program, last)):
             name = f"{self.name}: batch {batch}"
             if batch in found.losses:
-                _tell(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
+                _send(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
             words = f"the loss of batch {batch}"
             read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
             for i, held in enumerate(metrics if self._clips else metrics[:2]):
@@ -128,13 +128,13 @@ class MetricsExchange:
         for replica, topic in enumerate(topics):
             own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
             if own:
-                _tell(processes, topic, functools.partial(jax.tree.leaves, own))
+                _send(processes, topic, functools.partial(jax.tree.leaves, own))
 
         @functools.cache
         def read() -> list[tuple[float, float]]:
             words = "the loss of an evaluation"
-            told = [processes.receive(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
-            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in told]
+            received = [processes.receive(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in received]
             parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
             means = (_mean([(part[i, 0], part[i, 1]) for part in parts]) for i in range(1 + len(names)))
             return [(float(mean), float(weight)) for mean, weight in means]
@@ -157,13 +157,13 @@ class MetricsExchange:
 _pipelines = itertools.count()
 
 
-def _tell(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
-    """Tell the numbers, which a thread of its own asks for and waits for, to all processes; returns at once."""
+def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
+    """Send the numbers to all processes from a new thread, which computes and waits for them; does not wait."""
 
     def work() -> None:
         try:
             processes.broadcast(name, [float(number) for number in numbers()])
-        except PeerLost:  # the main thread is told of it
+        except PeerLost:  # the main thread raises it, too
             pass
         except BaseException as error:
             processes.fail(error)

@@ -152,7 +152,7 @@ class _Watcher:
                 (device,) = done.devices()
                 self.computations.append(_Computation(instruction, device, dispatched, end))
                 self.samples.append(sample._replace(time=end))
-        except Exception as error:  # told by finish()
+        except Exception as error:  # `finish` raises it
             self.error = error
 
     def _sample(self, state: WorkerState) -> MemorySample:

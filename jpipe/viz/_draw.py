@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that the colour-blind tell apart, and that stay apart in grey.
+# Colours that colour-blind readers can distinguish, in grey as well.
 _FORWARD, _BACKWARD, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#1A1A1A", "#E6E6E6"
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
@@ -41,7 +41,7 @@ def draw_timeline(
         title: of the whole picture.
         unit: of time: `"s"` (written as s, ms or µs), or any other word, such as `"forwards"`, written as it is.
         seconds: how long each of them is (all of them, if a number) where that is not the last end: windows that were cut out, say.
-        workers: stage and replica of each, as `Plan.workers` has them; told beside the rows where a stage has several.
+        workers: stage and replica of each, as `Plan.workers` has them; written beside the rows where a stage has several.
 
     Returns:
         The figure; `figure.savefig(path)` needs no screen.

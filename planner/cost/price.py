@@ -1,4 +1,4 @@
-"""What a plan costs in closed form, in seconds: small functions that the searches share, so that all of them count alike.
+"""What a plan costs in closed form, in seconds: small functions that all searches share, so that they agree.
 
 All of them take NumPy arrays as well as numbers.
 """

@@ -101,7 +101,7 @@ def places(plan: jpipe.Plan) -> tuple[int, ...]:
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """How long it takes when those that compute at a time share the cores evenly: then all of them slow down alike, and order stays."""
+    """How long it takes when those that compute at a time share the cores evenly: all slow down by the same factor, and the order stays."""
     if cores is None or len(timeline) <= cores:
         return seconds
     spans = [(span.start, span.end) for row in timeline for span in row]

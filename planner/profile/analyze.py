@@ -96,8 +96,8 @@ def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec) -> float:
         )
     if not floats:
         return max(device.flops.values()) * device.efficiency
-    alike = [name for name in device.flops if np.dtype(jnp.dtype(name)).itemsize == floats[0].itemsize]
-    name = floats[0].name if floats[0].name in device.flops else next(iter(alike), None)
+    same_size = [name for name in device.flops if np.dtype(jnp.dtype(name)).itemsize == floats[0].itemsize]
+    name = floats[0].name if floats[0].name in device.flops else next(iter(same_size), None)
     if name is None:
         known = ", ".join(sorted(device.flops))
         raise InputError(

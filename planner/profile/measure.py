@@ -64,19 +64,19 @@ def measure(
             programs.begin(alone, rows)
         held = count_bytes(model, policies, meter)  # while XLA compiles
         programs.finish()  # what is timed is all that runs
-        lone = {rows: Bench(programs, alone, rows) for rows in model.sizes}
+        single = {rows: Bench(programs, alone, rows) for rows in model.sizes}
         groups = {}
-        for rows, bench in lone.items():
+        for rows, bench in single.items():
             bench.time(FEWEST)
             meter.step()
             groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
             programs.begin(groups[rows], rows)
         programs.finish()
-    benches = {rows: lone[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], lone[rows]).items()}
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
         meter.step()
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)

@@ -29,7 +29,7 @@ POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
 
 
 class Costs(NamedTuple):
-    """What a layer at one size costs besides what its shapes tell: seconds, scratch bytes, FLOPs of a forward."""
+    """What a layer at one size costs besides what follows from its shapes: seconds, scratch bytes, FLOPs of a forward."""
 
     forward: float
     backward: float
@@ -149,7 +149,7 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
     Args:
         model: what is profiled.
         policies: for which the residuals are counted; "none" in any case.
-        meter: is told of `parts_of_bytes` parts.
+        meter: counts `parts_of_bytes` parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
     held: Held = {}

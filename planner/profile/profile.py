@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, for several microbatch sizes; as JSON. Where the numbers come from is told in `source`."""
+"""What a model costs, layer by layer, for several microbatch sizes; as JSON. `source` says where the numbers come from."""
 
 import dataclasses
 import json

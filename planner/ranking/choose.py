@@ -1,4 +1,4 @@
-"""From many candidates to a ranking: those that can be the fastest are simulated (`race`), the others are told by their bound."""
+"""From many candidates to a ranking: those that can be the fastest are simulated (`race`), the others are ranked by their bound."""
 
 import dataclasses
 import math
@@ -104,14 +104,14 @@ def choose(
 ) -> Choice:
     """Rank candidates: simulate those that fit, in the order of what they can reach at most, until no other one can be the fastest.
 
-    So the first one is the fastest of all candidates as far as simulations tell, to half a percent. One that the simulation finds too
-    large gives way to those of its kind that are smaller. Where simulations would take too long together, what is left keeps its closed
-    form.
+    The first one is then the fastest of all candidates, to the half percent that simulations can distinguish. Where the simulation finds
+    one too large, smaller ones of its kind are tried. Where all simulations would take too long, the remaining candidates keep their
+    price in closed form.
 
     Args:
         profile: of the model.
         topology: what they run on.
-        candidates: of any schedules, priced alike.
+        candidates: of any schedules, priced in the same way.
         most: how many kinds to simulate at least, so that a table can show them.
         clips: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: those that were simulated before; is added to.
@@ -158,7 +158,7 @@ def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Cand
 
 
 def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """The fastest first; those that are as fast as the first of them but for what no prediction can tell go by their other merits."""
+    """The fastest first; those that are as fast as the first of them to the precision of a prediction are ranked by their other merits."""
     left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     found: list[Ranked] = []
     while left:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that the colour-blind tell apart, each with its own mark, for the schedules in the order of their registry; then they repeat.
+# Colours that colour-blind readers can distinguish, and marks, for the schedules in the order of the registry; then they repeat.
 _LOOKS = (
     ("#8C8C8C", "v"),
     ("#F0A830", "s"),

@@ -114,8 +114,8 @@ class FittingPlacement:
         """Put down what was found for worker a, as far as it is needed."""
         order = np.lexsort((-found.most, found.sent, found.size, i))
         i, found = i[order], found.take(order)
-        alike = (i, found.size) if self._relaxed else (i, found.size, found.sent)
-        number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in alike], 0))
+        same = (i, found.size) if self._relaxed else (i, found.size, found.sent)
+        number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in same], 0))
         most = found.most + number * 2 * self._no_limit  # so that of each number only the largest up to here count
         needed = np.diff(np.maximum.accumulate(most), prepend=-1) > 0
         i, found = i[needed], found.take(needed)

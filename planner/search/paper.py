@@ -35,7 +35,7 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
             for free.
 
     Returns:
-        The stages, with the recurrence's own seconds; the rest as `evaluate` tells it.
+        The stages, with the recurrence's own seconds; the rest as in `evaluate`.
     """
     layers, count = problem.layers, len(problem.layers)
     compute = np.concatenate([[0.0], np.cumsum([layer.forward + layer.backward for layer in layers])])

@@ -24,7 +24,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
 
     Args:
         config: of the run.
-        reporter: is told what takes long.
+        reporter: prints what takes long.
         plan: where the config does not say which.
 
     Raises:
@@ -138,7 +138,7 @@ def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
     """The device of each worker.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the kind it was told to use, or the plan does not fit those that there are.
+        jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit those that there are.
     """
     start_devices()
     return pipe.devices
@@ -148,11 +148,11 @@ def start_devices() -> None:
     """Let JAX start its devices; with several processes it waits until all have.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the kind it was told to use, or cannot start them.
+        jpipe.InputError: JAX finds no devices of the kind that the config asks for, or cannot start them.
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a message, where it was told to use GPUs and there are none
+    except (RuntimeError, AssertionError) as error:  # the latter, without a message, where it has to use GPUs and finds none
         reason = (str(error).splitlines() or [f"none found for '{jax.config.values['jax_platforms']}'"])[0]
         raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 
@@ -219,7 +219,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
 
 def force_cpu_devices(count: int) -> None:
     """Where CPUs are the devices, make at least `count`, within reason. It changes nothing on a GPU, nor where JAX runs already."""
-    count = min(count, 256)  # far more would take minutes and gigabytes; what is missing then, the pipeline tells
+    count = min(count, 256)  # far more would take minutes and gigabytes; the pipeline reports what is missing then
     if jax.config.values["jax_num_cpu_devices"] < count:
         with contextlib.suppress(RuntimeError):  # JAX runs already (a notebook, a test): stages share what devices there are
             jax.config.update("jax_num_cpu_devices", count)

@@ -57,7 +57,7 @@ class Data:
         validation: batches that are held out.
         source: a phrase that says where they come from.
         amount: how much that is, in words.
-        digest: what it gives is the same in two processes only if their data is, as far as that can be told without making all of it.
+        digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
     """
 
     train: Batches

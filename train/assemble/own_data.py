@@ -1,4 +1,4 @@
-"""Batches from a function of the user's own: what it has to return, and how a mistake in it is told."""
+"""Batches from a function of the user's own: what it has to return, and how a mistake in it is reported."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from train.config import entry_point
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """`batches[t]`, every mistake in making one told in a line that begins with `name`.
+    """`batches[t]`, every mistake in making one reported in a line that begins with `name`.
 
     The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read.
     """

@@ -32,7 +32,7 @@ class Checkpoints:
         together: the processes of the run.
         facts: what else a checkpoint says, whatever its batch.
         rows: gives those of the run so far; process 0 is asked.
-        say: is told, in process 0, what went wrong.
+        say: gets, in process 0, what went wrong.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Checkpoints:
             TimeoutError: another process did not write its part.
         """
         if self._writing is not None and self._writing.done():
-            self.finish()  # so that what went wrong is told now
+            self.finish()  # so that what went wrong is reported now
         # Near the run's end one may stay incomplete: its workers do not come to the forwards that it waits for. That at the end is there.
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
             self._snapshots.remove(snapshot)

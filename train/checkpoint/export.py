@@ -20,14 +20,14 @@ from train.console.terminal import count
 ENDING = ".safetensors"
 
 
-def main(run: str, out: str, step: int | None, tell: Callable[[str], None]) -> None:
+def main(run: str, out: str, step: int | None, report: Callable[[str], None]) -> None:
     """Write the newest parameters and the layer state of a checkpoint into a file, which appears whole or not at all.
 
     Args:
         run: the folder of the run.
         out: the file, a new one.
         step: of the checkpoint; None: the newest that is whole.
-        tell: gets a line for what was written, and for each newer checkpoint that is damaged.
+        report: gets a line for what was written, and for each newer checkpoint that is damaged.
 
     Raises:
         InputError: no such run or checkpoint, a damaged one, or a file that cannot be written.
@@ -35,7 +35,7 @@ def main(run: str, out: str, step: int | None, tell: Callable[[str], None]) -> N
     file = _new_file(out)
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
-    step = step_of(folder, step, "export", tell)
+    step = step_of(folder, step, "export", report)
     arrays = by_name(_averaged(folder, step, checkpoint_files.read_layers(folder, step)))
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
     try:
@@ -45,7 +45,7 @@ def main(run: str, out: str, step: int | None, tell: Callable[[str], None]) -> N
         raise InputError(f"export: a safetensors file cannot hold this model: {error}; read the checkpoint with Orbax") from None
     except OSError as error:
         raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
-    tell(f"{out}: {count(len(arrays), 'array')}, {len(content):,} bytes, step {step} of {run}")
+    report(f"{out}: {count(len(arrays), 'array')}, {len(content):,} bytes, step {step} of {run}")
 
 
 def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,14 +90,14 @@ def state_name(layer_id: str) -> str:
     return f"{layer_id} state"
 
 
-def step_of(folder: Path, step: int | None, where: str, tell: Callable[[str], None]) -> int:
+def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], None]) -> int:
     """Which checkpoint of a run to take.
 
     Args:
         folder: the run's.
         step: the one that is wanted; None: the newest that is whole.
         where: who wants it, for error messages.
-        tell: gets a line for each newer one that is damaged.
+        report: gets a line for each newer one that is damaged.
 
     Raises:
         InputError: no such run or checkpoint.
@@ -115,7 +115,7 @@ def step_of(folder: Path, step: int | None, where: str, tell: Callable[[str], No
         )
     if step is not None and step not in there:
         raise InputError(f"--step: expected one of {', '.join(map(str, there))}, the checkpoints in '{shown(folder)}', found {step}")
-    chosen = checkpoint_files.newest_good(folder, tell) if step is None else step
+    chosen = checkpoint_files.newest_good(folder, report) if step is None else step
     if chosen is None:
         raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
     return chosen

@@ -142,7 +142,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[contextlib.ExitStack]:
-        """What is on the stack is undone where the inside fails, and what the system says is told."""
+        """What is on the stack is undone where the inside fails, and what the system says is reported."""
         with contextlib.ExitStack() as undo:
             try:
                 yield undo
@@ -247,7 +247,7 @@ def _make(path: Path, undo: contextlib.ExitStack) -> None:
 
 
 def _try(action: Callable[[], None]) -> None:
-    """Clear away what is there; the failure that led here is the one to be told."""
+    """Clear away what is there; the failure that led here is the one to report."""
     with contextlib.suppress(OSError):
         action()
 

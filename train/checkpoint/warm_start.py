@@ -23,7 +23,7 @@ from train.config.config import WarmStartConfig
 from train.console.terminal import count
 from train.launch.together import Together
 
-_SHOWN = 3  # layers that are told by name
+_SHOWN = 3  # layers that are named
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters are nothing else
 _HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
 
@@ -73,7 +73,7 @@ def load(
         pipe: what begins.
         batch: of its data.
         together: the processes.
-        say: is told which layers were taken.
+        say: gets which layers were taken.
 
     Raises:
         InputError: the file cannot be read, does not fit, or is not the same for all processes.
@@ -165,8 +165,8 @@ def _of_file(path: Path) -> Source:
     return Source(where, specs, read, digest)
 
 
-def _of_run(folder: Path, tell: Callable[[str], None]) -> Source:
-    step = step_of(folder, None, "warm_start.file", tell)
+def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
+    step = step_of(folder, None, "warm_start.file", report)
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
 
     def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:

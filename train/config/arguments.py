@@ -27,7 +27,7 @@ def check_names(function: Callable[..., Any], name: str, given: Iterable[str], f
     """Refuse arguments that `function` does not have, and a call that lacks one.
 
     Args:
-        function: what will be called, told as `name`.
+        function: what will be called; messages call it `name`.
         given: the names in the config.
         filled: arguments that do not come from there, each with what to say to somebody who gives it all the same.
 

@@ -1,4 +1,4 @@
-"""What a run can be told: the keys of the YAML file, their defaults and their checks. Each value says no before any device work."""
+"""The keys of the YAML file, their defaults and their checks. A wrong value is refused before any device works."""
 
 import re
 import reprlib

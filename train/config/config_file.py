@@ -1,4 +1,4 @@
-"""A config as YAML text: read with `--set key=value` overrides, every mistake told as file, place, expected, found; and written back."""
+"""A config as YAML text: read with `--set key=value` overrides, mistakes reported with file, key, expected, found; and written back."""
 
 from collections.abc import Sequence
 from pathlib import Path

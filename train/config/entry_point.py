@@ -1,4 +1,4 @@
-"""Code of the user's own, named in a config as `module:function`: imported, called, and its mistakes told in one line.
+"""Code of the user's own, named in a config as `module:function`: imported and called; its mistakes are reported in one line.
 
 Nothing here asks whether that is allowed: `train.config.config_file.load` refuses such a config unless a person says otherwise.
 """

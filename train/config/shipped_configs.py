@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def list_all(say: Callable[[str], None]) -> None:
-    """Tell the name of each config and its first line."""
+    """Say the name of each config and its first line."""
     names = shipped()
     width = max(map(len, names))
     for name, file in names.items():
@@ -29,8 +29,8 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     Args:
         names: of them, such as `configs/gpt-bytes.yaml`, or `gpt-bytes`; none: all. With an example comes its Python file.
         folder: where to.
-        overwrite: replace files that differ; what is replaced is told.
-        say: is told what was done, line by line.
+        overwrite: replace files that differ; says which.
+        say: gets a line for each thing done.
 
     Raises:
         InputError: there is no such config; a file that is there already differs; the folder cannot be written.

@@ -65,12 +65,12 @@ def is_ours() -> bool:
 
 
 def words(error: BaseException) -> str | None:
-    """What to tell of an error that Ctrl-C came out as, in one line; None if it is another one."""
+    """What to print for an error that Ctrl-C caused, in one line; None for another error."""
     # Where the KeyboardInterrupt met C code, it may come out as any other error.
     if not isinstance(error, KeyboardInterrupt) and not _pressed:
         return None
-    told = isinstance(error, KeyboardInterrupt) and str(error)
-    return printable(told or "interrupted before the run began")
+    message = isinstance(error, KeyboardInterrupt) and str(error)
+    return printable(message or "interrupted before the run began")
 
 
 def _press(number: int, frame: FrameType | None) -> None:

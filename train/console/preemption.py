@@ -20,7 +20,7 @@ Order = Literal["go on", "save", "leave"]
 """What all processes do before a step: take a cut behind it, or end without it; or neither."""
 
 _ORDERS: tuple[Order, ...] = get_args(Order)
-_CAME = "signal"  # under which a process tells the others which one it got
+_CAME = "signal"  # under which a process sends the others the signal that it got
 LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 

@@ -73,7 +73,7 @@ class Reporter:
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce a part of the work that can be counted; the function inside is told how much of how much is done."""
+        """Announce a part of the work that can be counted; the function inside takes how much of how much is done."""
         began = self._clock()
         if not self._console.is_terminal:
             self.say(f"{words} …")

@@ -30,20 +30,20 @@ def is_usual(number: int) -> bool:
 
 
 @contextlib.contextmanager
-def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], heard: Callable[[int], None]) -> Iterator[None]:
+def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
     """Handle signals inside. Where `numbers` are none, or in a thread that is not the main one, nothing changes.
 
     Args:
         numbers: the signals.
         handler: called by the main thread, once it runs Python code.
-        heard: called by another thread for each of them as it comes. While the main thread waits in C, for a device, say, Python calls
+        received: called by another thread for each of them as it comes. While the main thread waits in C, for a device, say, Python calls
             no handler, and takes two signals for one.
     """
     if not numbers or threading.current_thread() is not threading.main_thread():
         yield
         return
     outer = dict(_before)
-    writer = _told_to_a_thread(numbers, heard)
+    writer = _watch_in_a_thread(numbers, received)
     descriptor = signal.set_wakeup_fd(writer)
     before = {number: signal.signal(number, handler) for number in numbers}
     _before.update(before)
@@ -64,7 +64,7 @@ def as_usual_in_process_1() -> contextlib.AbstractContextManager[None]:
     return handled(numbers if os.getpid() == 1 else (), leave, leave)
 
 
-def _told_to_a_thread(numbers: Collection[int], heard: Callable[[int], None]) -> int:
+def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]) -> int:
     """A file descriptor for signals as they come; a thread reads them, until the descriptor is closed."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -73,7 +73,7 @@ def _told_to_a_thread(numbers: Collection[int], heard: Callable[[int], None]) ->
         with open(reader, "rb", buffering=0) as came:
             while number := came.read(1):
                 if number[0] in numbers:
-                    heard(number[0])
+                    received(number[0])
 
     threading.Thread(target=read, name="signals", daemon=True).start()
     return writer

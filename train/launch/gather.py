@@ -7,7 +7,7 @@ from typing import Literal
 import jpipe
 
 _OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
-_PIECE = 2**16  # numbers told at once: a megabyte of text, of the sixteen that a line of the channel may have
+_PIECE = 2**16  # numbers in a message: a megabyte of text, of the sixteen that a line of the channel may have
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
@@ -26,23 +26,23 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
     homes = {w: device.process_index for w, device in enumerate(pipe.devices) if device.process_index != 0}
     for w, home in homes.items():
         if home == processes.index:
-            _tell(processes, f"{name}, worker {w}", numbers(rows[w], memory[w]))
-    for w, home in homes.items():  # all do: what is told is told to all, and kept until it is asked for
-        told = _told(processes, f"{name}, worker {w}", home)
+            _broadcast(processes, f"{name}, worker {w}", numbers(rows[w], memory[w]))
+    for w, home in homes.items():  # all do: a broadcast goes to all, and is kept until it is received
+        received = _receive(processes, f"{name}, worker {w}", home)
         if processes.index == 0:
-            rows[w], memory[w] = from_numbers(told)
+            rows[w], memory[w] = from_numbers(received)
     return jpipe.runtime.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
 
 
-def _tell(processes: jpipe.processes.Processes, message: str, values: Sequence[float]) -> None:
-    """In pieces, each with the number of those after it."""
+def _broadcast(processes: jpipe.processes.Processes, message: str, values: Sequence[float]) -> None:
+    """Send numbers in pieces, each with the number of pieces after it."""
     starts = range(0, len(values), _PIECE)
     for piece, start in enumerate(starts):
         processes.broadcast(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
 
 
-def _told(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
-    """What `_tell` told."""
+def _receive(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
+    """What `_broadcast` sent."""
     found: list[float] = []
     for piece in itertools.count():
         left, *values = processes.receive(f"{message}, piece {piece}", home)

@@ -1,6 +1,6 @@
 """`jpipe launch`: several processes of one command on this machine, for development, started again when they fail.
 
-They end together, whatever happens. Process 0 has the terminal, if there is one, as if it were alone; each line of another one is told
+They end together, whatever happens. Process 0 has the terminal, if there is one, as if it were alone; each line of another one is printed
 with its number: `[2] …`.
 """
 
@@ -84,7 +84,7 @@ def main(
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with _heard() as signals:
+    with _received() as signals:
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
             flags = "--coordinator", f"127.0.0.1:{_free_port()}", "--num-processes", str(num_processes), "--process-id"
@@ -116,18 +116,18 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _heard() -> Iterator[list[int]]:
-    """The signals that ask this process to end, as they come; those that it was told to ignore, as by nohup, stay ignored."""
-    heard: list[int] = []
+def _received() -> Iterator[list[int]]:
+    """The signals that ask this process to end, as they come; those that it has to ignore, as after nohup, stay ignored."""
+    received: list[int] = []
     asking = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not heard:  # when a connection drops several come, and with SIGTERM
-            heard.append(number)
+        if number != signal.SIGHUP or not received:  # when a connection drops several come, and with SIGTERM
+            received.append(number)
 
     before = {number: signal.signal(number, hear) for number in asking}
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The settings of JAX, XLA and Flax that change numbers, which all processes of a run need alike."""
+"""The settings of JAX, XLA and Flax that change numbers, which have to be the same in all processes of a run."""
 
 import enum
 import os

@@ -1,4 +1,4 @@
-"""The processes of `jpipe launch`: each in a session of its own, what they print told apart, one end for all."""
+"""The processes of `jpipe launch`: each in a session of its own, what they print marked by process, and ended together."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ BAD_INPUT = 2  # the exit code of a job that would fail in the same way again
 _LAST_WORDS = 3.0  # seconds from the first failure to the signal that ends the others
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
-_GLOO = b"[Gloo] Rank "  # it tells of every connection, and nothing stops it
+_GLOO = b"[Gloo] Rank "  # printed for every connection; it cannot be turned off
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -58,7 +58,7 @@ class ProcessGroup:
 
         Args:
             signals: those that this process gets, as they come: the first one is passed on, the second ends all at once.
-            again: what follows when one fails, as it is told; but after `BAD_INPUT` nothing does.
+            again: what follows when one fails, as it is printed; but after `BAD_INPUT` nothing does.
 
         Returns:
             The exit code: 0 if all have ended with it, whatever made them; or that of the process that failed first, or 128 and the number

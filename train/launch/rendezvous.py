@@ -1,7 +1,7 @@
 """Where processes meet before JAX connects them, so that whatever is wrong is said in one line by every one of them.
 
 JAX's own runtime waits for all processes too, but when one does not come it ends the process by SIGABRT, with a stack trace of C++ and
-without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others tell it who they are, and prove that
+without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others say who they are, and prove that
 they belong to the run (`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
 """
 

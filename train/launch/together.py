@@ -1,4 +1,4 @@
-"""The processes of one run start alike and end together, and process 0 speaks for all of them."""
+"""The processes of one run: they start with the same config, end together, and process 0 prints for all of them."""
 
 import contextlib
 import functools
@@ -32,11 +32,11 @@ _joined: jpipe.processes.Processes | None = None  # one run a process, as of JAX
 
 
 class ReportedElsewhere(Exception):
-    """This process ends for a reason that another one tells.
+    """This process ends for a reason that another one reports.
 
     Args:
         index: of this process.
-        teller: who tells it.
+        teller: who reports it.
         reason: the mistake, or what came of it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Together:
         """What `work` gives, if it succeeds in all processes.
 
         Raises:
-            jpipe.InputError: it does not. Told by process 0 if all have the same, otherwise by those that have it.
+            jpipe.InputError: it does not. Process 0 reports it if all have the same, otherwise those that have it.
         """
         try:
             done, problem = work(), None
@@ -104,7 +104,7 @@ class Together:
             work: called in process 0 only, for ten minutes at most.
 
         Raises:
-            jpipe.InputError: of `work`, told by process 0.
+            jpipe.InputError: of `work`, reported by process 0.
         """
         text = self.run_on_all(lambda: self._alone(what, work) if self.is_first else "")
         if self.processes is None:
@@ -122,9 +122,9 @@ class Together:
             return work()
 
     def start_devices(self, limit: float) -> None:
-        """Start the devices of all processes, if there are several, and go on only if they are alike.
+        """Start the devices of all processes, if there are several, and go on only if they are of one kind.
 
-        JAX waits for those of all processes, so this is no work for `run_on_all`: whoever fails tells the others that wait.
+        JAX waits for those of all processes, so this is no work for `run_on_all`: whoever fails reports it to the others, which wait.
 
         Args:
             limit: seconds to wait for the others; of a minute, which large machines may take to start their own, nothing is taken off.
@@ -139,7 +139,7 @@ class Together:
             self.agree(devices)
 
     def shared(self, reason: Exception) -> Exception:
-        """What to raise for a reason that all processes have: only process 0 tells it."""
+        """What to raise for a reason that all processes have: only process 0 reports it."""
         self.all_know = True
         return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
 
@@ -180,7 +180,7 @@ def leave_in_time(code: int) -> None:
 
 
 def _why(error: BaseException, is_first: bool) -> str:
-    """What the others are told: the words of process 0 can be read where theirs can."""
+    """What the others print: the words of process 0 can be read where theirs can."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if is_first:

@@ -13,7 +13,7 @@ from train.config.config import Config
 from train.console.progress import Reporter
 from train.console.terminal import count
 from train.launch.together import Together
-from train.plan.planning import Parts, Request, profile_of, prove, search
+from train.plan.planning import Parts, Request, confirm, profile_of, search
 
 
 def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.Plan:
@@ -21,7 +21,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
 
     Args:
         config: of the run; its batch size is that of the plan.
-        reporter: is told what was found.
+        reporter: prints what was found.
         together: the processes.
 
     Raises:
@@ -45,16 +45,16 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
 
     def best() -> str:
         found = search(profile, topology, batch, request, parts.clip is not None, reporter)
-        found, proof = prove(found, parts, lambda ranked, _: _tell_misfit(reporter, ranked))
-        candidate = proof.ranked.candidate
+        found, confirmed = confirm(found, parts, lambda ranked, _: _report_misfit(reporter, ranked))
+        candidate = confirmed.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
-            f"expected {table.rate(proof.ranked.samples_per_second)} samples/s; the best of {found.choice.considered:,} candidates"
+            f"expected {table.rate(confirmed.ranked.samples_per_second)} samples/s; the best of {found.choice.considered:,} candidates"
         )
-        return found.choice.plan(proof.ranked).to_json()
+        return found.choice.plan(confirmed.ranked).to_json()
 
     return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
 
 
-def _tell_misfit(reporter: Reporter, ranked: Ranked) -> None:
+def _report_misfit(reporter: Reporter, ranked: Ranked) -> None:
     reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}")

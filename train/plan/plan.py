@@ -22,7 +22,19 @@ from train.config import config_file
 from train.config.config import AUTO, MOST_ROWS
 from train.console.progress import Reporter
 from train.console.terminal import count
-from train.plan.planning import LOCAL, Found, Parts, Request, nothing_fits, prepare, profile_of, prove, read_profile, read_topology, search
+from train.plan.planning import (
+    LOCAL,
+    Found,
+    Parts,
+    Request,
+    confirm,
+    nothing_fits,
+    prepare,
+    profile_of,
+    read_profile,
+    read_topology,
+    search,
+)
 
 SHOWN = 10  # rows of the table
 EXPLAINED = 20  # of those that do not fit
@@ -63,7 +75,7 @@ def main(
         request: what is to be planned for.
         overrides: `key=value` for the config.
         rows: of a microbatch of a `graph.txt`; None: 1.
-        explain: tell the plans that do not fit.
+        explain: list the plans that do not fit.
         allow_code: import and run the functions that a config names.
 
     Raises:
@@ -83,13 +95,13 @@ def main(
     profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
         found = search(profile, topology, batch, request, parts is not None and parts.clip is not None, reporter)
-    proof = None
+    confirmed = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            found, proof = prove(found, parts, partial(_tell_misfit, reporter))
+            found, confirmed = confirm(found, parts, partial(_report_misfit, reporter))
     elif not found.choice.ranked:
         raise nothing_fits(found.choice)
-    _tell(reporter, found.choice, proof, batch)
+    _report(reporter, found.choice, confirmed, batch)
     if explain:
         for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
@@ -153,11 +165,11 @@ def _profile_and_topology(
     return profile, known
 
 
-def _tell_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
+def _report_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
     reporter.say(f"{table.name(ranked.candidate)}: its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one")
 
 
-def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int) -> None:
+def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batch: int) -> None:
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
@@ -170,7 +182,7 @@ def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
         + "; memory of the fullest worker, "
-        + ("estimated" if proof is None else "compiled in the first row, estimated in the others")
+        + ("estimated" if confirmed is None else "compiled in the first row, estimated in the others")
     )
     if choice.open:
         reporter.say(
@@ -186,10 +198,10 @@ def _tell(reporter: Reporter, choice: Choice, proof: Compiled | None, batch: int
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
-        estimate = "" if proof is None else f", estimated {table.size(proof.estimated[s])} ({proof.errors[s]:+.1%})"
+        estimate = "" if confirmed is None else f", estimated {table.size(confirmed.estimated[s])} ({confirmed.errors[s]:+.1%})"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(chosen.memory[s])}{estimate}")
-    if proof is None:
+    if confirmed is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")

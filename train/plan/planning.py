@@ -127,7 +127,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
         topology: None: the devices of this run.
         batch: rows between two updates.
         workers: how many there are.
-        reporter: is told how it goes.
+        reporter: shows progress.
     """
     model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
@@ -177,7 +177,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
         batch: rows between two updates.
         request: what else is asked for.
         clips: whether gradients are clipped by their norm, which only schedules that flush can.
-        reporter: is told what was left out.
+        reporter: prints what was left out.
 
     Raises:
         InputError: no plan has such a batch, or clips with the schedules that are asked for.
@@ -217,7 +217,7 @@ def nothing_fits(choice: Choice) -> InputError:
     return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
 
-def prove(found: Found, parts: Parts, tell: Callable[[Ranked, Compiled], None]) -> tuple[Found, Compiled]:
+def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], None]) -> tuple[Found, Compiled]:
     """Compile the fastest plans until one fits, and put it first, with what XLA says of it.
 
     Near misses are compiled as well, for estimates are mostly too high where forward and backward are one program. A plan whose compiled
@@ -226,7 +226,7 @@ def prove(found: Found, parts: Parts, tell: Callable[[Ranked, Compiled], None]) 
     Args:
         found: what was found by estimates.
         parts: the model.
-        tell: is told each plan that does not fit.
+        report: gets each plan that does not fit.
 
     Raises:
         InputError: there is none; says what the last one lacks.
@@ -240,15 +240,15 @@ def prove(found: Found, parts: Parts, tell: Callable[[Ranked, Compiled], None]) 
     while hopeful := choose(choice.profile, roomy, left, clips=choice.clips, tried=known).ranked:
         candidate = hopeful[0].candidate
         pipe = parts.pipeline(choice.plan(hopeful[0]))
-        proof = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
-        known[own[candidate]] = proof.ranked
-        if proof.fits:
+        confirmed = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
+        known[own[candidate]] = confirmed.ranked
+        if confirmed.fits:
             rest = [own[other] for other in left if other.kind != candidate.kind]
             others = choose(choice.profile, choice.topology, rest, clips=choice.clips, tried=known)
-            first = dataclasses.replace(others, ranked=(proof.ranked, *others.ranked), considered=choice.considered)
-            return Found(first, found.candidates, known), proof
-        tell(hopeful[0], proof)
-        lacking = proof.lacking or 0.0
+            first = dataclasses.replace(others, ranked=(confirmed.ranked, *others.ranked), considered=choice.considered)
+            return Found(first, found.candidates, known), confirmed
+        report(hopeful[0], confirmed)
+        lacking = confirmed.lacking or 0.0
         smaller = set(smaller_than(candidate, left))
         left = [other for other in left if other.kind != candidate.kind or other in smaller]
     if lacking is None:

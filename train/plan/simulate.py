@@ -160,7 +160,7 @@ def cut_grid(grid: str, width: int) -> str:
 
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
-    """Write the timeline and, where sizes are known, the memory; tells where."""
+    """Write the timeline and, where sizes are known, the memory; says where."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)
     if not sized:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SMOOTHED_FROM = 80  # losses: of fewer a mean would smooth nothing
 
-_BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # the colour-blind tell them apart
+_BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
 _MOST_POINTS = 2000  # more than that no picture shows
 _MOST_VALIDATIONS = 30  # more points than that would hide the line
 

@@ -14,7 +14,7 @@ class Measure:
 
     A window is up to `batches` batches once the pipeline is full, and again after each evaluation, never with an evaluation inside;
     one batch before and one after are traced as well. The prediction is the schedule simulated with the median times of the window's
-    own computations: it tells what the order of the computations costs, not how fast the devices are.
+    own computations: it shows what the order of the computations costs, not how fast the devices are.
 
     Args:
         pipe: what runs; compiled.
@@ -53,7 +53,7 @@ class Measure:
             self.finish()
         if self._tracer is None and (batches := self._fitting(step)):
             self._first, self._batches = step + 1, batches
-            if self._processes is not None:  # all clocks begin now, as well as a message of the network can tell
+            if self._processes is not None:  # all clocks begin now, as precisely as a message over the network can say
                 self._processes.barrier(f"the trace from step {step}")
             self._tracer = jpipe.Tracer(self._pipe.plan)
         return self._tracer

@@ -55,7 +55,7 @@ class MetricsLog:
     ) -> None:
         self._config = config.train
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
-        self._lacks_rows = False  # whether some are not on the disk, and that was told
+        self._lacks_rows = False  # whether some are not on the disk, and the user knows
         self._folder = folder
         self._tensorboard = tensorboard
         self._reporter = reporter
@@ -98,7 +98,7 @@ class MetricsLog:
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
                 row |= self._progress(step)
-                self._log(self._folder, row)  # first of all: what is told can be found there
+                self._log(self._folder, row)  # first: whatever is printed can be found there
             self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble

@@ -113,7 +113,7 @@ def _durations(parts: Sequence[Part]) -> str:
     return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
 
 
-def tell(summary: Summary, unit: str, reporter: Reporter) -> None:
+def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
     """The closing lines of a run."""
     if summary.measured is not None:
         reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))

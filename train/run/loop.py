@@ -30,7 +30,7 @@ from train.plan.auto import find_plan
 from train.report import report
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from train.report.summary import Summary, stages_of, tell, write_report
+from train.report.summary import Summary, print_summary, stages_of, write_report
 from train.report.tensorboard import TensorBoard
 from train.run.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
 from train.run.training import Training
@@ -55,7 +55,7 @@ def main(
             processes see.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
         jpipe.PeerLost: another process died, hung or stopped.
-        ReportedElsewhere: this process stops for a reason that another one tells.
+        ReportedElsewhere: this process stops for a reason that another one reports.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
@@ -162,7 +162,7 @@ def run(
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1))
     if folder is not None:
         summary = with_planned(summary, pipe.plan, sizes, folder)
-    tell(summary, data.loss_unit(config), reporter)
+    print_summary(summary, data.loss_unit(config), reporter)
     return summary
 
 

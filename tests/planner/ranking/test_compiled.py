@@ -29,7 +29,7 @@ def loss(y, labels):
     return jnp.sum((y - labels) ** 2), jnp.asarray(y.size, jnp.float32)
 
 
-def proved(schedule, memory=1e9):
+def compiled_choice(schedule, memory=1e9):
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device=FLOPS | {"memory": memory})
     profile = analyze(STACK, batch, loss, optax.adam(1e-3), [2], topology.device)
     roomy = topology.model_copy(update={"device": topology.device.model_copy(update={"memory": 1e9})})
@@ -42,9 +42,9 @@ def proved(schedule, memory=1e9):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "pipedream_2bw"])
 def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(schedule, monkeypatch):
-    exact, pipe = proved(schedule)
+    exact, pipe = compiled_choice(schedule)
     monkeypatch.setattr(module, "simulated", lambda *_: None)
-    closed, _ = proved(schedule)
+    closed, _ = compiled_choice(schedule)
     costs = pipe.costs(batch(8), compiled_for=jax.devices()[0])
     for s, (found, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):
         assert truth - 64 <= found <= 1.5 * truth  # the closed form knows no weights of microbatches, numbers that ride with messages
@@ -53,15 +53,15 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
 
 @pytest.mark.slow
 def test_a_plan_fits_up_to_its_last_byte():
-    most = max(proved("gpipe")[0].ranked.memory)
-    assert proved("gpipe", memory=most)[0].fits
-    tight = proved("gpipe", memory=most - 1)[0]
+    most = max(compiled_choice("gpipe")[0].ranked.memory)
+    assert compiled_choice("gpipe", memory=most)[0].fits
+    tight = compiled_choice("gpipe", memory=most - 1)[0]
     assert not tight.fits
     assert tight.lacking == 1
 
 
 def test_an_estimate_that_is_too_high_is_above_nothing():
-    proof = proved("gpipe")[0]
-    doubled = dataclasses.replace(proof, estimated=tuple(2 * size for size in proof.ranked.memory))
+    exact = compiled_choice("gpipe")[0]
+    doubled = dataclasses.replace(exact, estimated=tuple(2 * size for size in exact.ranked.memory))
     assert doubled.errors == (1.0, 1.0)
-    assert dataclasses.replace(proof, estimated=(0, 0)).errors == (-1.0, -1.0)
+    assert dataclasses.replace(exact, estimated=(0, 0)).errors == (-1.0, -1.0)

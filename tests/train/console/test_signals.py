@@ -90,7 +90,7 @@ def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
 
 def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
     assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch._heard() as heard:
+    with launch._received() as heard:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
     assert heard == [signal.SIGHUP, signal.SIGTERM]

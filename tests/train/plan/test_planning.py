@@ -21,7 +21,7 @@ from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
 from train.plan import auto, planning
-from train.plan.planning import Found, Parts, Request, prove, search
+from train.plan.planning import Found, Parts, Request, confirm, search
 
 IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}
@@ -102,22 +102,22 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert best.rows == 2
     own = tuple(candidate for candidate in found.candidates if candidate.rows == 2 or candidate.kind == best.kind)
     asked = fits(lambda candidate: candidate.rows == 1)
-    proven, proof = prove(dataclasses.replace(found, candidates=own), parts(), lambda ranked, _: told.append(ranked.candidate))
-    first = proven.choice.ranked[0]
+    after, confirmed = confirm(dataclasses.replace(found, candidates=own), parts(), lambda ranked, _: told.append(ranked.candidate))
+    first = after.choice.ranked[0]
     assert told == asked[:-1]
     assert told
     assert all(candidate.rows == 2 for candidate in told)
-    assert first is proof.ranked
+    assert first is confirmed.ranked
     assert first.candidate == asked[-1]
     assert (first.candidate.kind, first.candidate.rows) == (best.kind, 1)
-    assert not {ranked.candidate for ranked in proven.choice.ranked} & set(told)
-    assert set(told) <= set(proven.known)
+    assert not {ranked.candidate for ranked in after.choice.ranked} & set(told)
+    assert set(told) <= set(after.known)
 
 
 def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
     fits(lambda candidate: False)
     with pytest.raises(jpipe.InputError, match="do the compiled stages fit; the last one lacks 2 kB on a worker"):
-        prove(searched(TWO), parts(), lambda *_: None)
+        confirm(searched(TWO), parts(), lambda *_: None)
 
 
 @pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
@@ -129,19 +129,19 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     assert all(candidate.over is not None for candidate in parallel)
     assert all(ranked.candidate.depth == 2 for ranked in found.choice.ranked)
     asked = fits(lambda candidate: candidate.depth == 2 or does)
-    proven, proof = prove(found, parts(), lambda *_: None)
+    after, confirmed = confirm(found, parts(), lambda *_: None)
     assert (asked[0].depth == 1) == near
-    first = proven.choice.ranked[0].candidate
+    first = after.choice.ranked[0].candidate
     assert first.depth == (1 if near and does else 2)
     assert first.over is None
-    assert [ranked.candidate.kind for ranked in proven.choice.ranked].count(first.kind) == 1
-    assert any(proven.known.get(candidate) is proof.ranked for candidate in found.candidates)
+    assert [ranked.candidate.kind for ranked in after.choice.ranked].count(first.kind) == 1
+    assert any(after.known.get(candidate) is confirmed.ranked for candidate in found.candidates)
 
 
 def test_nothing_that_could_fit_is_compiled_in_vain(fits):
     asked = fits(lambda candidate: True)
     with pytest.raises(jpipe.InputError, match="no plan fits: nearest is"):
-        prove(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)
+        confirm(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)
     assert not asked
 
 
