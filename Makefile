@@ -43,7 +43,7 @@ check: .venv/ready ## Format, lint, types, directions of imports, and the wheel 
 wheel: .venv/ready ## Build the wheel into dist/
 	@$(VENV)/python -m build --wheel --no-isolation .
 
-format: .venv/ready ## Format the code and mend what the linter can
+format: .venv/ready ## Format the code and fix what the linter can
 	@$(VENV)/ruff check --fix-only .
 	@$(VENV)/ruff format .
 
