@@ -19,7 +19,7 @@ from planner.search.paper import search_paper
 from planner.search.partition import Partition, Placed, Problem, evaluate
 from planner.search.pipedream import search
 
-MICROBATCHES = 4  # a worker, between two updates of all stages
+MICROBATCHES = 4  # per worker and update of all stages
 Row = dict[str, Any]
 
 CASES = {
@@ -44,7 +44,7 @@ def main() -> list[Row]:
             for where, paper in cases.items()
         ]
     print("\nTable 1; in brackets the throughput over that of data parallelism, by the same price\n")
-    head = ("model", "cluster", "paper", "M_s = r_s", f"M = {MICROBATCHES} a worker", "paper's stages", "recurrence: text", "code")
+    head = ("model", "cluster", "paper", "M_s = r_s", f"M = {MICROBATCHES} per worker", "paper's stages", "recurrence: text", "code")
     keys = ("model", "cluster", "paper", "own", "uniform", "as_paper", "text", "code")
     print_table(head, [[row[key] if isinstance(row[key], str) else _cell(row[key]) for key in keys] for row in rows])
     return rows
