@@ -1,14 +1,14 @@
-# The commands of this project; `make help` lists them. Each sets up what it needs: only python3 (3.11 or newer) and make have to be there.
+# The commands of this project; `make help` lists them. Each sets up what it needs; only python3 (3.11 or newer) and make must be installed.
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv/bin
-# Tests compile many small programs, and some wait: one process more than there are cores is worth it, more than four cost memory.
+# Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
 define on_newest
 if [ -x .venv-newest/bin/python ] || [ -n "$$(.ci/newest-python)" ]; then \
 	$(MAKE) --no-print-directory .venv-newest/ready && .venv-newest/bin/$(PYTEST) $(1) $(PYTEST_ARGS); \
-else echo "No Python 3.12 or newer found: tests on the newest JAX left out."; fi
+else echo "No Python 3.12 or newer found: the tests on the newest JAX are skipped."; fi
 endef
 
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run the tests but the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+test: .venv/ready ## Run all tests except the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out
@@ -50,16 +50,16 @@ format: .venv/ready ## Format the code and fix what the linter can
 bench: .venv/ready ## Measure speed; prints a table and writes JSON
 	@$(VENV)/python -m benchmarks
 
-bench-peers: .venv/ready .venv-torch/ready ## Speed beside PyTorch (TORCH_INDEX=URL of an index with its CPU builds) and plain JAX
+bench-peers: .venv/ready .venv-torch/ready ## Compare speed with PyTorch (TORCH_INDEX=URL of an index with its CPU builds) and plain JAX
 	@$(VENV)/python -m benchmarks.peers
 
-bench-hosts: .venv/ready ## Two and four hosts (network namespaces, slow links); needs root and iproute2
+bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespaces, slow links); needs root and iproute2
 	@$(VENV)/python -m benchmarks.hosts
 
-bench-planner: .venv/ready ## The planner: its speed, the papers' examples, predicted beside measured on this machine
+bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
 
-bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans and measure what they cost; some hours
+bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
@@ -86,7 +86,7 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# PyTorch's CPU build (200 MB, not the gigabytes of CUDA); without it the benchmark leaves its rows out. numpy: its pipelines need it.
+# PyTorch's CPU build (200 MB; the CUDA build has gigabytes). Without it the benchmark omits its rows. Its pipelines need numpy.
 TORCH ?= torch==2.13.0+cpu
 .venv-torch/ready:
 	@echo "Setting up .venv-torch (once) ..."

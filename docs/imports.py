@@ -1,4 +1,4 @@
-"""The picture of the rooms of each package and of what they import, read from the code by Grimp (`make pictures`)."""
+"""The picture of the packages in jpipe, planner and train, and of what they import, read from the code by Grimp (`make pictures`)."""
 
 from typing import Any
 
