@@ -25,10 +25,10 @@ def _imports(graph: Any, importer: str, imported: str) -> bool:
 
 
 def heights(imports: dict[str, set[str]]) -> dict[str, int]:
-    """For each room one more than the highest that it imports.
+    """The level of each package: one more than the highest that it imports.
 
     Raises:
-        ValueError: rooms that import each other in a circle.
+        ValueError: packages import each other in a circle.
     """
     found: dict[str, int] = {}
     while len(found) < len(imports):
@@ -40,7 +40,7 @@ def heights(imports: dict[str, set[str]]) -> dict[str, int]:
 
 
 def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """The arrows to draw: without those that a way over other rooms replaces."""
+    """The arrows to draw, without those that follow from others."""
 
     def behind(name: str) -> set[str]:
         return imports[name].union(*(behind(other) for other in imports[name]))
@@ -49,7 +49,7 @@ def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def draw(axes: matplotlib.axes.Axes, package: str) -> None:
-    """One package: a box for each room, what is imported below what imports it."""
+    """One package: a box for each of its packages, with importers above what they import."""
     sizes, imports = rooms(package)
     height = heights(imports)
     levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
