@@ -25,7 +25,7 @@ def measure() -> list[dict[str, Any]]:
         rows.append({"figure": f"dispatch, {name}: µs per microbatch, {STAGES} stages", "measured": micros, "goal": "<= 500"})
         rows.append(
             {
-                "figure": f"dispatch, {name}: µs an instruction ({instructions:.1f} a microbatch)",
+                "figure": f"dispatch, {name}: µs per instruction ({instructions:.1f} per microbatch)",
                 "measured": micros / instructions,
                 "goal": "<= 30",
             }

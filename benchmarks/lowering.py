@@ -23,5 +23,5 @@ def measure() -> list[dict[str, Any]]:
         seconds, count = statistics.median(times), len(program.instructions)
         label = f"lower + simulate, {STAGES} stages x {microbatches} microbatches"
         rows.append({"figure": f"{label}: s", "measured": seconds, "goal": "< 2" if microbatches == 512 else ""})
-        rows.append({"figure": f"{label}: µs an instruction ({count})", "measured": seconds / count * 1e6, "goal": "constant"})
+        rows.append({"figure": f"{label}: µs per instruction ({count})", "measured": seconds / count * 1e6, "goal": "constant"})
     return rows

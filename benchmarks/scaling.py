@@ -41,7 +41,7 @@ def _rows(label: str, plan: Plan, costs: Sequence[StageCost]) -> list[dict[str, 
     seconds, count = statistics.median(times), len(program.instructions)
     return [
         {"figure": f"lower + simulate, {label}: s", "measured": seconds},
-        {"figure": f"lower + simulate, {label}: µs an instruction ({count})", "measured": seconds / count * 1e6, "goal": "constant"},
+        {"figure": f"lower + simulate, {label}: µs per instruction ({count})", "measured": seconds / count * 1e6, "goal": "constant"},
     ]
 
 

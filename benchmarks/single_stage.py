@@ -46,8 +46,8 @@ def measure() -> list[dict[str, Any]]:
     return [
         {"figure": "one stage / plain jitted step: throughput", "measured": statistics.median(ratios), "goal": ">= 0.98"},
         {"figure": "one stage / plain jitted step: peak memory", "measured": peak_bytes / plain.peak_bytes, "goal": "<= 1.05"},
-        {"figure": "one stage: s a step", "measured": statistics.median(pipe_times)},
-        {"figure": "plain jitted step: s a step", "measured": statistics.median(plain_times)},
+        {"figure": "one stage: s per step", "measured": statistics.median(pipe_times)},
+        {"figure": "plain jitted step: s per step", "measured": statistics.median(plain_times)},
         {"figure": "one stage: peak memory, MB (arrays and temporaries)", "measured": peak_bytes / 1e6},
         {"figure": "plain jitted step: peak memory, MB (arrays and temporaries)", "measured": plain.peak_bytes / 1e6},
     ]

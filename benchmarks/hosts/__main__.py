@@ -158,7 +158,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     if not measured:
         return
     compute = measured[0]["step_seconds"]
-    print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s a step")
+    print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s per step")
     print(f"{'plan':<24} {'Mbit/s':>8} {'s an epoch':>11} {'speed-up':>9} {'kB a sample':>12} {'less':>7} {'waiting':>8}")
     for rate in dict.fromkeys(row["rate"] for row in measured):
         same = [row for row in measured if row["rate"] == rate]

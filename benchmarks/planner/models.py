@@ -213,7 +213,7 @@ def gpt(blocks: int, width: int, heads: int, sequence: int = 512, vocabulary: in
 
 
 def mixed_precision_adam(learning_rate: float = 1e-4) -> optax.GradientTransformation:
-    """Adam over float32 copies of the weights, which are its state: 12 bytes a parameter, as in the papers' mixed precision."""
+    """Adam over float32 copies of the weights, which are its state: 12 bytes per parameter, as in the papers' mixed precision."""
     adam = optax.adam(learning_rate)
 
     def init(params: Tree) -> Tree:

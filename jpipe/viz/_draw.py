@@ -84,7 +84,7 @@ def draw_memory(
 ) -> "matplotlib.figure.Figure":
     """Draw what the workers hold over time, a row a worker, a column an entry, all on the same axes; each panel's peak is marked.
 
-    Weights are in blue, a shade a version, so that the versions alive can be counted.
+    Weights are in blue, one shade per version, so that the versions alive can be counted.
 
     Args:
         memories: by name, in order, such as `{"predicted": …, "measured": …}`.
@@ -115,7 +115,7 @@ def draw_memory(
             axes.locator_params(axis="y", nbins=3)
             axes.yaxis.set_major_formatter(lambda count, _: size(count))
             axes.tick_params(labelsize=_INSIDE)
-    _legend(figure, _LEFT, {"weights (a shade a version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
+    _legend(figure, _LEFT, {"weights (one shade per version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
     return figure
 
 

@@ -4,7 +4,7 @@
     node7 -- LSTM(8, 8) -- forward_compute_time=3.1, backward_compute_time=5.3, activation_size=[64.0; 8.0], parameter_size=512.0
     <tab>node2 -- node7
 
-Times are milliseconds a minibatch, sizes bytes a minibatch; several output sizes add up; an edge goes from producer to consumer.
+Times are milliseconds per minibatch, sizes bytes per minibatch; several output sizes add up; an edge goes from producer to consumer.
 """
 
 import heapq
