@@ -1,7 +1,7 @@
 """How jpipe, planner and train name, read and write files.
 
-A folder may come from a stranger, or be one in which strangers may make files: nothing is written through a symbolic link, under a name
-that somebody can know before, or half.
+A folder may come from a stranger, or strangers may be able to write to it. So nothing is written through a symbolic link or under a name
+that can be guessed, and a file is written completely or not at all.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from typing import BinaryIO
 from jpipe.errors import InputError
 
 TEMPORARY = ".jpipe-*.tmp"
-"""The names of files that are being written; what a killed process leaves of them can be removed."""
+"""The names of files that are being written; those that a killed process leaves can be removed."""
 
 
 def expanded(path: str, where: str) -> Path:
     """A path with the home folder in place of `~`.
 
     Args:
-        path: as a user gives it.
-        where: the config's key or the option that it was given by, for messages.
+        path: as given by a user.
+        where: its config key or option, for messages.
 
     Raises:
         InputError: there is no such home folder, or no file can have that name.
@@ -32,40 +32,40 @@ def expanded(path: str, where: str) -> Path:
         os.fsencode(path)
         if "\0" in path:
             raise ValueError("a null character")
-    except ValueError:  # lone surrogates that stand for no byte, from an escape in YAML or JSON
+    except ValueError:  # surrogates that encode no byte, from an escape in YAML or JSON
         raise InputError(f"{where}: {path!a} has a character that no path can have; choose another name") from None
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise InputError(f"{where}: {path!r} begins with a user's home folder that is not known; write the folder out") from None
+        raise InputError(f"{where}: {path!r} begins with an unknown user's home folder; give the full path") from None
 
 
 def resolved(path: str, where: str) -> Path:
-    """An absolute path without `..`, symbolic links and `~`; what is not there yet is made of the name alone.
+    """An absolute path without `..`, symbolic links and `~`; parts that do not exist are taken literally.
 
     Args:
-        path: as a user gives it.
+        path: as given by a user.
         where: as in `expanded`.
 
     Raises:
-        InputError: no file can have that name, or TensorStore, which writes checkpoints, cannot: it takes UTF-8 only.
+        InputError: no file can have that name, or it is not UTF-8, which TensorStore requires to write checkpoints.
     """
     try:
         found = expanded(path, where).resolve()
         str(found).encode()
-        if any(part.is_symlink() for part in (found, *found.parents)):  # from Python 3.13 on `resolve` leaves a circle as it is
+        if any(part.is_symlink() for part in (found, *found.parents)):  # since Python 3.13 `resolve` does not raise for a cycle of links
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(found))
     except UnicodeEncodeError:
         raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(found)!r}; rename the folder, or choose another") from None
-    except (OSError, RuntimeError) as error:  # symbolic links in a circle
+    except (OSError, RuntimeError) as error:  # a cycle of symbolic links
         raise InputError(f"{where}: cannot find '{path}': {getattr(error, 'strerror', None) or error}; choose another") from None
     return found
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) so that a reader finds all of it or, if that fails or process or machine die, none of it.
+    """Write a file (text as UTF-8) completely or, if writing fails or process or machine die, not at all.
 
-    A file of that name is replaced; so is a symbolic link, whatever it points to. When this returns the file is on the disk.
+    An existing file is replaced, and so is a symbolic link, whatever it points to. The file is on disk when this returns.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -85,10 +85,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """A file that is written at its end, unbuffered; it is made where there is none.
+    """Open a file to append to it, unbuffered; it is created if it does not exist.
 
     Raises:
-        OSError: it cannot be opened; a symbolic link is refused, and so is a FIFO or a device, which could hold up the run forever.
+        OSError: it cannot be opened; a symbolic link is refused, and so is a FIFO or a device, which could block forever.
     """
     special = OSError(errno.EINVAL, "it is not a regular file", str(path))
     try:
@@ -103,7 +103,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, where it is not there.
+    """Make a folder and its parents, unless it exists.
 
     Raises:
         OSError: it cannot be made; a symbolic link is refused, whatever it points to.
@@ -125,7 +125,7 @@ def refuse_link(path: Path) -> None:
 def read_bytes(path: Path, most: int) -> bytes:
     """Read a regular file of at most `most` bytes; a symbolic link to one is followed.
 
-    A FIFO or a device is refused at once: reading it could take forever.
+    A FIFO or a device is refused without reading it, which could block forever.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger.
@@ -150,10 +150,10 @@ def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
 
     Args:
         path: the file.
-        most: bytes, whole MiB; a larger file is refused.
-        cannot: the message begins with it, such as "plan.file: cannot read 'plan.json'"; then comes what the system says.
-        hint: the message ends with it.
-        other: the message where the file is no text.
+        most: bytes, a multiple of a MiB; a larger file is refused.
+        cannot: start of the message, such as "plan.file: cannot read 'plan.json'"; the system's message follows.
+        hint: end of the message.
+        other: the message for a file that is not text.
 
     Raises:
         InputError: the file cannot be read.
@@ -167,7 +167,7 @@ def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or the names in a folder, are on disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -176,7 +176,7 @@ def to_disk(path: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path as a message has it: without the current folder, where it is inside of that."""
+    """A path for messages: relative to the current folder, if it is inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -184,7 +184,7 @@ def _open(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # "Too many levels of symbolic links" is of no help
+        if error.errno == errno.ELOOP:  # its message, "Too many levels of symbolic links", does not help
             raise _linked(path) from None
         raise
 

@@ -1,6 +1,6 @@
-"""Timelines and memory as pictures: what was predicted and what was measured, panel by panel on the same axes.
+"""Timelines and memory as pictures: predictions and measurements in panels with the same axes.
 
-Matplotlib is imported where it is used, so that `import jpipe` stays fast; figures are its objects, nothing global is touched.
+Matplotlib is imported where it is used, so that `import jpipe` stays fast. Its global state is not changed.
 """
 
 import statistics
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that colour-blind readers can distinguish, in grey as well.
+# Distinguishable for colour-blind readers, and in grey.
 _FORWARD, _BACKWARD, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#1A1A1A", "#E6E6E6"
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
-_INSIDE = 6.5  # points, the size of what is written inside the panels
+_INSIDE = 6.5  # points, the font size inside the panels
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of a figure, and of its margins
 
 
@@ -31,23 +31,23 @@ def draw_timeline(
     seconds: Mapping[str, float] | float | None = None,
     workers: Sequence[tuple[int, int]] = (),
 ) -> "matplotlib.figure.Figure":
-    """Draw timelines below each other on one time axis, a row a worker, idle time in grey.
+    """Draw timelines below each other on one time axis, with one row per worker and idle time in grey.
 
-    The heading of each panel gives its length and its bubble, the share of the workers' time that is idle. A box holds its
-    microbatch, or `3.1` (microbatch 3 with weights that have seen 1 update) where there is room for all of those.
+    The title of each panel has its length and its bubble, the share of the workers' time that is idle. A box shows its microbatch, or
+    `3.1` (microbatch 3 with the weights after 1 update) if all of these labels fit.
 
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
-        title: of the whole picture.
-        unit: of time: `"s"` (written as s, ms or µs), or any other word, such as `"forwards"`, written as it is.
-        seconds: how long each of them is (all of them, if a number) where that is not the last end: windows that were cut out, say.
-        workers: stage and replica of each, as `Plan.workers` has them; written beside the rows where a stage has several.
+        title: title of the picture.
+        unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
+        seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
+        workers: stage and replica of each worker, as in `Plan.workers`; shown beside the rows if a stage has several replicas.
 
     Returns:
-        The figure; `figure.savefig(path)` needs no screen.
+        The figure; `figure.savefig(path)` works without a display.
 
     Raises:
-        InputError: no timelines, one without a length, or workers that are not those of the rows.
+        InputError: there is no timeline, one has no length, or the number of workers differs from that of the rows.
     """
     last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
     lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
@@ -82,15 +82,15 @@ def draw_memory(
     unit: str = "s",
     workers: Sequence[tuple[int, int]] = (),
 ) -> "matplotlib.figure.Figure":
-    """Draw what the workers hold over time, a row a worker, a column an entry, all on the same axes; each panel's peak is marked.
+    """Draw the memory of the workers over time, with one row per worker and one column per entry, on the same axes; peaks are marked.
 
     Weights are in blue, one shade per version, so that the versions alive can be counted.
 
     Args:
         memories: by name, in order, such as `{"predicted": …, "measured": …}`.
-        seconds: how long each of them is (all of them, if a number).
-        title: of the whole picture.
-        unit: of time, as in `draw_timeline`.
+        seconds: length of each (one number for all).
+        title: title of the picture.
+        unit: unit of time, as in `draw_timeline`.
         workers: as in `draw_timeline`.
 
     Raises:
@@ -111,7 +111,7 @@ def draw_memory(
         row[0].set_ylabel(name, fontsize=8)
         for axes in row:
             _time_axis(axes, lengths, scale)
-            axes.set_ylim(0, 1.35 * (highest or 1))  # room for the peak's number
+            axes.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
             axes.locator_params(axis="y", nbins=3)
             axes.yaxis.set_major_formatter(lambda count, _: size(count))
             axes.tick_params(labelsize=_INSIDE)
@@ -139,7 +139,7 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
                 axes.text((left + right) / 2, w + 0.5, label, size=_INSIDE, color=colour, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
-        edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # where boxes are thin, all would be edge
+        edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
         for colour, places in boxes.items():
             axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
     axes.set_ylim(len(timeline), 0)
@@ -150,18 +150,18 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
 
 
 def _turn(span: Span) -> float:
-    """Where the forward ends and the backward begins; inside a fused one that is not known, a third is usual."""
+    """The time between forward and backward; in a fused computation it is unknown, and assumed after a third."""
     return {"F": span.end, "B": span.start, "FB": span.start + (span.end - span.start) / 3}[span.op]
 
 
 def _mark(span: Span, points: float) -> float:
-    """How much of the end of a span its update covers, so that it can be seen if it takes no time."""
+    """How much of the end of a span to draw as its update, so that an update of no duration is visible."""
     seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
 
 def _room(span: Span, points: float) -> tuple[float, float]:
-    """From where to where a label may stand: in the backward part of a fused one."""
+    """Start and end of the space for a label: for a fused computation, in its backward part."""
     return (span.start if span.op == "F" else _turn(span)), span.end - _mark(span, points)
 
 
@@ -232,7 +232,7 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
 
 
 def _names(where: str, count: int, workers: Sequence[tuple[int, int]], between: str) -> tuple[list[str], str]:
-    """The names of the rows, with stage and replica where a stage has several, and what then explains them."""
+    """The names of the rows, with stage and replica if a stage has several replicas, and the note that explains them."""
     names = [f"worker {w}" for w in range(count)]
     if workers and len(workers) != count:
         raise InputError(f"{where}: workers: expected {count}, as many as there are rows, found {len(workers)}; give `plan.workers`")
@@ -245,7 +245,7 @@ def _names(where: str, count: int, workers: Sequence[tuple[int, int]], between: 
 def _figure(
     heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Panels below each other with these heights and gaps, in inches, under a title and room for a legend."""
+    """Panels below each other with these heights and gaps, in inches, under a title and space for a legend."""
     from matplotlib.figure import Figure
 
     height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
@@ -258,7 +258,7 @@ def _figure(
 
 
 def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
-    """Names with their colours, one or several to a name."""
+    """Names, each with one or several colours."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

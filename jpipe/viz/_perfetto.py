@@ -1,4 +1,4 @@
-"""Timelines as a file for ui.perfetto.dev: the trace-event JSON that chrome://tracing introduced."""
+"""Timelines as a file for ui.perfetto.dev, in the trace-event JSON of chrome://tracing."""
 
 import json
 from collections import defaultdict
@@ -12,13 +12,13 @@ _Event = dict[str, Any]
 
 
 def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
-    """Timelines as trace-event JSON, to be opened in ui.perfetto.dev.
+    """Timelines as trace-event JSON, which ui.perfetto.dev opens.
 
-    Every timeline is a process, every worker a thread of it, every span a slice with the name that it has in the text grid (`F3.1`),
-    every update a slice `update` behind it. Arrows follow each microbatch from worker to worker and back.
+    Each timeline is a process, each worker a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
+    `update` after it. Arrows connect the slices of each microbatch.
 
     Args:
-        timelines: by name (`predicted`, `measured`); in seconds, the spans of a worker one after the other.
+        timelines: by name (`predicted`, `measured`), in seconds; the spans of a worker do not overlap.
     """
     events: list[_Event] = []
     flows = count(1)
@@ -46,7 +46,7 @@ def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:
-    # Perfetto drops slices that overlap: lengths are taken between rounded times, so that neighbours stay neighbours.
+    # Perfetto drops slices that overlap: lengths are differences of rounded times, so that neighbouring slices do not overlap.
     begin = _nanoseconds(start)
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": "jpipe", "ts": begin / 1000, "dur": (_nanoseconds(end) - begin) / 1000}
 
@@ -61,7 +61,7 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
         flow = {"pid": pid, "name": f"microbatch {microbatch}", "cat": "jpipe", "id": next(ids)}
         for i, (tid, span) in enumerate(stops if len(stops) > 1 else ()):
             kind = {"ph": "s"} if i == 0 else {"ph": "f", "bp": "e"} if i == len(stops) - 1 else {"ph": "t"}
-            # An arrow ties to the slice that is open at its time; at the slice's own start that is this one.
+            # An arrow belongs to the slice that is open at its time: at the start of a slice, to that slice.
             yield flow | kind | {"tid": tid, "ts": _nanoseconds(span.start) / 1000}
 
 

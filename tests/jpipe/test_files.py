@@ -91,7 +91,7 @@ def test_paths_are_resolved_as_the_system_does(given, found, tmp_path, monkeypat
     ("given", "message"),
     [
         ("\udcff/rr", r"run.dir: expected a path in UTF-8, found b'.*/\\xff/rr'; rename the folder, or choose another"),
-        ("~nobody-has-this-name/rr", r"run.dir: '~nobody-has-this-name/rr' begins with a user's home folder that is not known"),
+        ("~nobody-has-this-name/rr", r"run.dir: '~nobody-has-this-name/rr' begins with an unknown user's home folder"),
         ("circle/rr", r"run.dir: cannot find 'circle/rr': "),
     ],
 )

@@ -112,7 +112,7 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
         ("model.seq_len=800", r"data.path: expected at least 3201 bytes for training .* found 3600 and 900"),
         ("data.path=" + "a" * 400, r"jpipe: data.path: cannot read 'a{400}': File name too long; give files that can be read\n"),
         ("run.dir=" + "a" * 400, r"jpipe: run.dir: cannot find 'a{400}': File name too long; choose another\n"),
-        ("run.dir=~nosuchuser/x", r"run.dir: '~nosuchuser/x' begins with a user's home folder that is not known; write the folder out\n"),
+        ("run.dir=~nosuchuser/x", r"run.dir: '~nosuchuser/x' begins with an unknown user's home folder; give the full path\n"),
         ("optimizer.warmup_steps=10000000000", r"optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000\n"),
         ("model.width=4000000", r"model.width: expected less than or equal to 1000000, found 4000000\n"),
         (

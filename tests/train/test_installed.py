@@ -78,7 +78,7 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
         ("copy --to file/x", "configs copy: cannot write 'file/x/configs': Not a directory; choose another folder with --to"),
         (
             "copy --to ~nobody-of-that-name/x",
-            "configs copy --to: '~nobody-of-that-name/x' begins with a user's home folder that is not known; write the folder out",
+            "configs copy --to: '~nobody-of-that-name/x' begins with an unknown user's home folder; give the full path",
         ),
         ("gpt-bytes", "configs: expected nothing or copy, found 'gpt-bytes'; did you mean jpipe configs copy gpt-bytes?"),
         ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),

@@ -181,7 +181,7 @@ def test_a_mistake_in_the_file_is_told_with_its_place(write, text, message):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("~nosuchuser/x", "'~nosuchuser/x' begins with a user's home folder that is not known; write the folder out"),
+        ("~nosuchuser/x", "'~nosuchuser/x' begins with an unknown user's home folder; give the full path"),
         ('"a\\0b"', "'a\\x00b' holds a null character, which no path can have; choose another name"),
         ('"a\\ud800b"', "expected a valid string, unable to parse raw data as a unicode string, found 'a\\ud800b'"),
         ('""', "expected String should have at least 1 character, found ''"),
