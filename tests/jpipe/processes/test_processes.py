@@ -275,7 +275,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
 
     for thread in (
         lambda processes: _lanes.Lane().put(fails, (), processes.fail),
-        lambda processes: _metrics._tell(processes, "loss", fails),
+        lambda processes: _metrics._send(processes, "loss", fails),
     ):
         processes = Processes.join(store=Nobody())
         thread(processes)
