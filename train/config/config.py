@@ -28,7 +28,7 @@ def _usable_path(path: str) -> str:
     try:
         Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(f"{path!r} begins with a user's home folder that is not known; write the folder out") from None
+        raise ValueError(f"{path!r} begins with an unknown user's home folder; give the full path") from None
     if "\0" in path:
         raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
     return path
