@@ -1,4 +1,4 @@
-"""The registry of schedules. A new schedule is a file of its own and one line here."""
+"""The registry of schedules. A new schedule is one file in this folder and one line here."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

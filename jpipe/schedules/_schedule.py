@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 @runtime_checkable
 class Shape(Protocol):
-    """What a schedule reads of a plan: numbers, no layers."""
+    """The part of a plan that a schedule reads: numbers, no layers."""
 
     @property
     def schedule(self) -> str: ...
@@ -31,9 +31,9 @@ class Compute(NamedTuple):
     """One entry of an order: a forward (F), a backward (B), or both as one program (FB), of a microbatch at a stage.
 
     Attributes:
-        op: FB is for the last stage, where a backward needs nothing but its forward.
-        stage: counts from 0.
-        microbatch: counts from 0, over all batches.
+        op: F, B, or FB, which only the last stage can run: there a backward needs only its forward.
+        stage: counted from 0.
+        microbatch: counted from 0, over all batches.
     """
 
     op: Literal["F", "B", "FB"]
@@ -47,7 +47,7 @@ def synchronous_version(plan: Shape, s: int, k: int) -> int:
 
 
 def one_version(plan: Shape, s: int) -> int:
-    """The newest weights, and no others."""
+    """Only the newest weights."""
     return 1
 
 
@@ -65,20 +65,20 @@ class Schedule:
     schedule that flushes. `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
 
     Attributes:
-        name: what plans call it.
+        name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, s, microbatches) -> computations`, what one replica of stage s computes, from an empty to an empty pipeline, of its
-            own microbatches (in order, at least one): those of one batch if it flushes, else of several. Forwards, and backwards as well,
-            keep the order of the microbatches. A stage may run FB for all of its microbatches or for none.
-        in_flight: `(plan, s) -> n_s`, the most microbatches that a replica of stage s has begun and not finished.
-        version: `(plan, s, k) -> v`, the weight version (updates applied) that forward and backward of k read at stage s;
+        order: `(plan, s, microbatches) -> computations`, what one replica of stage s computes, from an empty pipeline to an empty one, for
+            the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. Forwards are
+            in the order of the microbatches, and so are backwards. A stage runs FB for all of its microbatches or for none.
+        in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
+        version: `(plan, s, k) -> v`, the weight version (number of updates applied) that forward and backward of k read at stage s;
             does not decrease with k.
-        versions_alive: `(plan, s) -> int`, how many versions a replica of stage s holds at most.
+        versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         options: the fields of `Plan` that it reads and other schedules refuse.
-        closed_form: the shape of its batches, for which planners have a price in closed form: "serial", one microbatch after the other;
-            "fill and drain", all forwards, then all backwards; "1F1B". None: its order is walked through, which takes longer.
-        data_parallel: whether it stands for all schedules that flush where there is one stage, and so nothing to schedule.
+        closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
+            "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
+        data_parallel: whether planners use it for all schedules that flush if there is one stage, for which these are equal.
     """
 
     name: str
@@ -96,9 +96,9 @@ class Schedule:
         """The computations of one replica of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
 
         Args:
-            plan: what is run.
+            plan: the plan.
             s: the stage.
-            replica: which of its replicas.
+            replica: number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
@@ -114,15 +114,15 @@ class Schedule:
 
 
 def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Compute]:
-    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the backwards that are left.
+    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
-    At the last stage with one microbatch in flight each backward follows its forward, and both are one program.
+    At the last stage, with one microbatch in flight, each backward follows its forward, and both are one program.
 
     Args:
-        plan: what is run.
+        plan: the plan.
         s: the stage.
-        microbatches: of one of its replicas, in order.
-        ahead: n_s; 1 or more.
+        microbatches: those of one of its replicas, in order.
+        ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:
         yield from (Compute("FB", s, k) for k in microbatches)
@@ -136,15 +136,15 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
 
 
 def pipeline_order(plan: Shape, s: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """1F1B with as many in flight as keep every worker busy."""
+    """1F1B with as many microbatches in flight as keep every worker busy."""
     return one_forward_one_backward(plan, s, microbatches, pipeline_in_flight(plan, s))
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
-    """n_s that keeps every worker busy: 1 at the last stage; before it, 1 + what the next stage has in flight, shared by the replicas.
+    """The n_s that keeps every worker busy: 1 at the last stage, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight before it.
 
-    n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight, d - s in a straight pipeline. With `plan.noam` the number of
-    PipeDream's section 3.2 (NOAM): ceil(workers of stage s and after it / r_s).
+    Without replicas and `extra_in_flight` that is d - s. With `plan.noam` it is the NOAM of PipeDream, section 3.2: the workers of
+    stage s and of all later stages, divided by r_s and rounded up.
     """
     return _all_in_flight(plan.replicas, plan.extra_in_flight, plan.noam)[s]
 

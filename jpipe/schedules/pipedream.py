@@ -1,4 +1,4 @@
-"""PipeDream: one forward, one backward in turn, never a flush; each stage stashes the versions its microbatches in flight have read.
+"""PipeDream: 1F1B without a flush; each stage stashes the versions that its microbatches in flight have read.
 
 3 stages, 1 microbatch per batch, 5 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
@@ -14,8 +14,8 @@ With `vertical_sync` every stage reads the version that the first stage reads, f
 d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions.
 
 Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
-Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), where l = 1 hides the sum behind one forward and backward
-(l = 0 with `noam`, and for r_s = 1), and M_s, the microbatches of an update, is m, or r_s with update_every "replicas".
+Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
+l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
@@ -26,20 +26,20 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipel
 
 
 def _leader(plan: Shape, s: int) -> int:
-    """The stage whose number in flight decides the version: the first one under vertical sync, else the stage itself."""
+    """The stage whose number in flight determines the version: the first one under vertical sync, otherwise the stage itself."""
     return 0 if plan.vertical_sync else s
 
 
 def _sync_delay(plan: Shape, s: int) -> int:
-    """How many forwards later than it could a stage reads a new version: 1 where an all-reduce is to be hidden behind one, else 0."""
+    """How many forwards a stage delays reading a new version: 1 if an all-reduce overlaps with one forward and backward, otherwise 0."""
     return int(plan.replicas[s] > 1 and not plan.noam)
 
 
 def _version(plan: Shape, s: int, k: int) -> int:
-    """The newest version there is when a replica of stage s, with n_s in flight, comes to the forward of k.
+    """The newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
 
     floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
-    floor(max(k - (n_s - 1), 0) / m) in a straight pipeline. Under vertical sync, of the first stage.
+    floor(max(k - (n_s - 1), 0) / m) without replicas. Under vertical sync, that of the first stage.
     """
     leader = _leader(plan, s)
     replicas = plan.replicas[leader]
@@ -55,15 +55,15 @@ def _versions_alive(plan: Shape, s: int) -> int:
 
 
 def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
-    """The version that the next microbatch reads to the newest: ceil((n - 1 + l) / (M / r)) + 1; of numbers or NumPy arrays.
+    """The number of versions from the one that the next microbatch reads to the newest, ceil((n - 1 + l) / (M / r)) + 1.
 
-    A stage that hides a sum (l = 1) holds the last one of them only when it is drained.
+    A stage with l = 1 reaches this number only when it is drained. All arguments may be numbers or NumPy arrays.
 
     Args:
-        in_flight: n, of the stage whose number decides which versions are read.
+        in_flight: n, of the stage whose number in flight determines which versions are read.
         replicas: r, of that stage.
-        delay: l, of that stage: 1 where it hides a sum over replicas, else 0.
-        microbatches: M, between two updates of the stage that holds them.
+        delay: l, of that stage: 1 if its sum over replicas overlaps with computations, otherwise 0.
+        microbatches: M, the microbatches per update of the stage that holds the versions.
     """
     return -(-(in_flight - 1 + delay) * replicas // microbatches) + 1
 

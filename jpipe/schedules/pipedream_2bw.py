@@ -1,4 +1,4 @@
-"""PipeDream-2BW: one forward, one backward in turn, never a flush; two weight versions, one update every m microbatches.
+"""PipeDream-2BW: 1F1B without a flush; two weight versions, one update every m microbatches.
 
 3 stages, 3 microbatches per batch, 2 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
@@ -8,8 +8,8 @@
     worker 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0*    -    - FB3.0    -     - FB4.0    -    - FB5.0*  -    -     .  .     .  .
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
-Legal where m >= d and, at every stage, m >= r_s (n_s - 1), with replicas r_s n_s: w pipelines side by side have m / w >= d
-microbatches each, as the paper asks. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
+Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches
+each, as the paper requires. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
 
 import math
@@ -18,7 +18,7 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipel
 
 
 def _too_few_microbatches(plan: Shape) -> str:
-    # A stage reads W(t) when it has done all but its last n_s - 1 microbatches of batch t; a sum over replicas takes one more slot.
+    # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
     needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
     common = math.lcm(*plan.replicas)
     least = -(-max(plan.depth, *needs) // common) * common

@@ -1,4 +1,4 @@
-"""A stage as pure functions: forward, backward, update; what its backward takes over; compiled ahead of time."""
+"""A stage as pure functions (forward, backward, update), its residuals, and its compilation ahead of time."""
 
 from jpipe.stages._standalone import StandaloneStage
 

@@ -1,4 +1,4 @@
-"""What a pipeline reads of a batch, (inputs, labels): the shapes of its microbatches."""
+"""The shapes of the microbatches of a batch (inputs, labels)."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
 
 
 def count_microbatches(batch: Batch, rows_each: int) -> int:
-    """How many microbatches of so many rows a batch holds."""
+    """How many microbatches of `rows_each` rows a batch has."""
     size = rows_of(microbatch_spec(batch, 1))
     if size % rows_each:
         raise InputError(f"batch: expected a number of rows divisible by the microbatch size {rows_each}, found {size}")

@@ -1,4 +1,4 @@
-"""How large a stage is: the bytes of its arrays, from shapes alone."""
+"""The bytes of the arrays of a stage, from shapes alone."""
 
 from typing import Any
 

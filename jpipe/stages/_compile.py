@@ -20,7 +20,7 @@ UpdateKind = Literal["in_place", "into_retired", "into_new"]
 
 
 def update_kind(update: Update) -> UpdateKind:
-    """Which memory an update writes the new version into: the version it reads, another one that retires with it, or new memory."""
+    """Where an update writes the new version: over the version it reads, over another version that it retires, or into new memory."""
     if update.retires is None:
         return "into_new"
     return "in_place" if update.retires == update.batch else "into_retired"
@@ -28,11 +28,11 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, an update for each kind that is used.
+    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, and an update of each kind that is used.
 
-    Each but `evaluate` returns (result, done): `done` is an array of one byte that nothing else uses, there when the computation
-    is over. Where gradients are clipped there is `sum_squares`, and at the first stage `norm`; where replicas sum them, `add`,
-    `finish` and `zero_accumulators`; `add_state` and `mean_state` where they average their layer state when it is read.
+    Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
+    With clipping there is also `sum_squares`, and at the first stage `norm`; if replicas sum gradients, `add`, `finish` and
+    `zero_accumulators`; if they average their layer state when it is read, `add_state` and `mean_state`.
     """
 
     functions: StageFunctions
@@ -47,9 +47,9 @@ class CompiledStage:
 
 
 def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> dict[int, CompiledStage]:
-    """Compile, for each of these workers, what the programs use and its evaluation; replicas on one device share it.
+    """Compile the calls that the programs need for each of these workers, and its evaluation; replicas on one device share them.
 
-    Traces one after the other, compiles side by side.
+    Calls are traced one after the other and compiled in parallel.
     """
     sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
     of_key = {sharing[w]: workers[w] for w in workers}
@@ -70,7 +70,7 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-    """These workers of the last stage, with evaluations that find these metrics besides the loss."""
+    """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
@@ -121,7 +121,7 @@ def compile_initializers(
 ) -> dict[tuple[str, jax.Device], jax.stages.Compiled]:
     """For each (layer id, device) `key -> (params, state)`; equal layers of a device share one program.
 
-    A program a layer, not a stage: the bits of the weights do not depend on the cut.
+    One program per layer, not per stage, so that the bits of the weights do not depend on the cut.
     """
     shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     name_of = {}
@@ -134,7 +134,7 @@ def compile_initializers(
 
 
 def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-    """`params -> optimizer state` and `params -> accumulators`, of a stage of which nothing has been trained."""
+    """`params -> optimizer state` and `params -> accumulators` of a stage before training."""
     optimizer, accumulators = _compile_side_by_side(
         [_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_accumulators")]
     )
@@ -142,7 +142,7 @@ def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.st
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
         return list(pool.map(lambda call: call.compile(), lowered))
 
 
@@ -159,7 +159,7 @@ def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers
 
 
 def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
-    """One of the calls of a `CompiledStage`, by name, traced for a device; `layers`: how many each stage of the plan has."""
+    """One of the calls of a `CompiledStage`, by name, traced for a device; `layers` has the number of layers of each stage of the plan."""
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
     number = jax.ShapeDtypeStruct((), f.loss_dtype)
@@ -189,7 +189,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
 
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
-    """What replicas sum for an update: what they accumulated, and the layer state where they average it with each update."""
+    """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
     return f.accumulators_spec, floats_of(f.specs.state) if f.average_state == "update" else []
 
 
@@ -198,7 +198,7 @@ def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
-    """Specs of what a backward takes over from the forward, and of the gradient message it gets."""
+    """Specs of what a backward gets from the forward, and of its gradient message."""
     y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
     kept = f.residuals.keep(f.specs.arguments, (y, new_state))
     return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))

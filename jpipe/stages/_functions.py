@@ -1,4 +1,4 @@
-"""One stage as pure functions: forward, backward, both fused, update, evaluate. They know no schedule and hold no state."""
+"""One stage as pure functions: forward, backward, both fused, update, evaluate. They do not depend on the schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class Specs:
-    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and the random draw."""
+    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and (microbatch, key) of its rng."""
 
     params: Tree
     state: Tree
@@ -40,22 +40,22 @@ class Specs:
 class StageFunctions:
     """The computations of one stage, as pure functions of pytrees.
 
-    Letters: `params` and `state` are keyed by layer id; `x` is the stage input, `y` its output, at the last stage
-    (sum of the losses, weight). `rng` is (microbatch, key), or (None, None) where nothing is random. A gradient message
-    is (gradient of the floating-point leaves of y, weight of the microbatch), at the last stage y itself. `accumulators` are what a
-    batch accumulates: gradients, weight and, at the last stage, loss.
+    `params` and `state` are keyed by layer id. `x` is the stage input, `y` its output; at the last stage y is (sum of the losses,
+    weight). `rng` is (microbatch, key), or (None, None) without randomness. A gradient message is (gradient of the floating-point
+    leaves of y, weight of the microbatch); at the last stage it is y. `accumulators` sum over a batch: gradients, weight and, at the
+    last stage, loss.
 
     Attributes:
         stack: the model.
-        stage: which layers, and how they are recomputed.
+        stage: its layers, and how they are recomputed.
         first, last: whether it is the first or the last stage.
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
-        optimizer: applied to each layer by itself; its state is keyed by layer id.
+        optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
-        clip_global_norm: the norm to which the gradients of all stages together are clipped, if any.
+        clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
         update_scale: a factor for the optimizer's updates.
-        average_state: when replicas average their layer state: with each update, when it is read out of the run, or never.
-        metrics: what an evaluation finds besides the loss, by name; functions like it.
+        average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
+        metrics: functions like the loss, by name, which an evaluation also computes.
     """
 
     stack: LayerStack
@@ -76,12 +76,12 @@ class StageFunctions:
         return y, new_state, self.residuals.saved(leaves)
 
     def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any]) -> Any:
-        """(gradient message for the stage before, sums with this microbatch added)."""
+        """(gradient message for the stage before, accumulators with this microbatch added)."""
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
         leaves, treedef = jax.tree.flatten(blank)
         for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
             leaves[position] = leaf
-        # Traced a second time for the leaves that only depend on the weights; XLA drops all the rest of this forward.
+        # Traced a second time for the leaves that depend only on the weights; XLA removes the rest of this forward.
         _, vjp = self._linearize(params, jax.tree.unflatten(treedef, leaves), rng)
         vjp_leaves, vjp_treedef = jax.tree.flatten(vjp)
         vjp = jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
@@ -90,13 +90,13 @@ class StageFunctions:
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any]
     ) -> tuple[Any, Tree, Tree]:
-        """The last stage's forward and backward in one: (gradient message, sums, new state)."""
+        """The last stage's forward and backward in one: (gradient message, accumulators, new state)."""
         (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
         message, accumulators = self._pull_back(vjp, y, accumulators)
         return message, accumulators, new_state
 
     def sum_squares(self, accumulators: Tree) -> jax.Array:
-        """For each layer the sum of the squares of its mean gradient; the norm of all stages is made of these (see `norm_of`)."""
+        """For each layer the sum of the squares of its mean gradient; `norm_of` computes the norm over all stages from these."""
         divisor = _divisor(accumulators["weight"])
         means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in accumulators["gradients"].items()}
         squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
@@ -105,10 +105,10 @@ class StageFunctions:
     def update(
         self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: jax.Array | None = None
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
-        """One optimizer step on the mean gradient: (new params, new optimizer state, sums at zero, (mean loss, weight) of the batch).
+        """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
-        The loss is known at the last stage only. A batch whose weights are all zero teaches nothing: its gradient and its loss are
-        zero. Where gradients are clipped, `norm` is that of all stages.
+        Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and loss zero.
+        With clipping, `norm` is the global norm over all stages.
         """
         divisor = _divisor(accumulators["weight"])
         new_params, new_state = {}, {}
@@ -123,7 +123,7 @@ class StageFunctions:
         return new_params, new_state, zeros, (accumulators["loss"] / divisor, accumulators["weight"]) if self.last else None
 
     def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
-        """(sums, means of the layer state, (mean loss, weight) of the batch, known at the last stage) from what replicas have summed."""
+        """(accumulators, means of the layer state, at the last stage (mean loss, weight) of the batch) from the sums over replicas."""
         accumulators, state = summed
         return (
             accumulators,
@@ -140,22 +140,22 @@ class StageFunctions:
         return [self._loss_of(y, labels), *metrics]
 
     def init_optimizer(self, params: Tree) -> Tree:
-        """Optimizer state of fresh parameters, keyed by layer id."""
+        """Optimizer state of new parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
 
     def zero_accumulators(self, params: Tree) -> Tree:
-        """Sums of a batch of which nothing has been seen."""
+        """The accumulators at the start of a batch."""
         numbers = ("loss", "weight") if self.last else ("weight",)
         return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
 
     def mean_state(self, total: list[jax.Array]) -> list[jax.Array]:
         """The mean of each floating-point leaf of the layer state over the replicas, from their sum."""
-        # As XLA would write a division by a constant; by hand, for the same bits whatever it optimizes.
+        # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
         return [leaf * (1 / self.stage.replicas) for leaf in total]
 
     @cached_property
     def residuals(self) -> Residuals:
-        """What the backward takes over from the forward."""
+        """What the backward gets from the forward."""
         return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.rng)
 
     @cached_property
@@ -165,12 +165,12 @@ class StageFunctions:
 
     @cached_property
     def accumulators_spec(self) -> Tree:
-        """Shapes and dtypes of the sums."""
+        """Shapes and dtypes of the accumulators."""
         return jax.eval_shape(self.zero_accumulators, self.specs.params)
 
     @property
     def averages_when_read(self) -> bool:
-        """Whether there is layer state that replicas average when it is read out of the run."""
+        """Whether there is layer state that replicas average when it is read from the run."""
         return self.average_state == "read" and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
 
     @property
@@ -212,7 +212,7 @@ class StageFunctions:
         return outputs, jax.tree.leaves(vjp)
 
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree) -> tuple[Tree, Tree]:
-        """Apply the VJP to a gradient message: (gradient message for the stage before, new sums)."""
+        """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
         gradient, weight = message
         gradients, x_gradient = vjp([jnp.ones_like(gradient)] if self.last else gradient)
         added = {"gradients": jax.tree.map(jnp.add, accumulators["gradients"], gradients), "weight": accumulators["weight"] + weight}
@@ -301,7 +301,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
-    """The global norm from what `sum_squares` gives for each stage; added layer by layer, so that the cut changes nothing."""
+    """The global norm from `sum_squares` of each stage; added layer by layer, so that it does not depend on the cut."""
     total = jnp.zeros((), squares[0].dtype)
     for layer in jnp.concatenate(squares):
         total += layer
@@ -313,12 +313,12 @@ def _divisor(weight: jax.Array) -> jax.Array:
 
 
 def _mean(gradient: Tree, divisor: jax.Array) -> Tree:
-    """The gradient divided in the precision of the weight, which may be large for the gradient's own dtype."""
+    """The gradient divided in the precision of the weight, which may be too large for the gradient's dtype."""
     return jax.tree.map(lambda g: (g.astype(divisor.dtype) / divisor).astype(g.dtype), gradient)
 
 
 def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Array:
-    """As `optax.clip_by_global_norm` does; a norm that is not a number makes all gradients so."""
+    """As `optax.clip_by_global_norm`; if the norm is NaN, all gradients become NaN."""
     assert largest is not None
     return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)
 

@@ -1,4 +1,4 @@
-"""Whether all layers and the loss can be differentiated, found by tracing: nothing is computed."""
+"""Checks by tracing that all layers and the loss can be differentiated; nothing is computed."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,14 +23,14 @@ def check_gradients(stack: LayerStack, layers: Mapping[str, LayerSpec], first_st
     Args:
         stack: the model.
         layers: from `LayerStack.specs`, all of them.
-        first_stage: how many layers the first stage has: gradients for the inputs of the others are computed always.
-        loss: as of a `Pipeline`.
+        first_stage: number of layers of the first stage: for the inputs of all later layers, gradients are always computed.
+        loss: as in `Pipeline`.
         labels: shapes and dtypes of the labels of a microbatch.
 
     Raises:
         InputError: names the layer, or the loss.
     """
-    trained = False  # whether a layer before has parameters, so that gradients for the input of this one are computed
+    trained = False  # whether an earlier layer has parameters, so that gradients for the input of this one are computed
     for number, (layer_id, spec) in enumerate(layers.items()):
         moves = trained or number >= first_stage
         trained = trained or bool(jax.tree.leaves(spec.params))

@@ -1,4 +1,4 @@
-"""Which arrays a backward needs from its forward: never the weights, nothing computed from weights alone, nothing twice."""
+"""The residuals that a backward needs from its forward: no weights, nothing computed from weights alone, no array twice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ Tree = Any
 class Source(NamedTuple):
     """Where the backward finds one leaf of the VJP.
 
-    `saved`: position among the arrays the forward returns for it. `argument`: the leaf is an argument of the forward, at
-    this position among its flattened (state, x, labels). `output`: likewise among its flattened (y, new state).
-    `weights`: computed from weights, constants and random numbers alone; the backward computes it again.
+    `saved`: position among the arrays that the forward returns for this. `argument`: the leaf is an argument of the forward, at this
+    position in its flattened (state, x, labels). `output`: likewise in its flattened (y, new state). `weights`: computed from weights,
+    constants and random numbers alone; the backward computes it again.
     """
 
     kind: Literal["saved", "argument", "output", "weights"]
@@ -25,14 +25,14 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """The plan for one stage: a source for each leaf of its VJP, and which arguments and outputs are kept until the backward."""
+    """For one stage, the source of each leaf of its VJP, and which arguments and outputs are kept until the backward."""
 
     sources: tuple[Source, ...]
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Of the VJP's leaves, those that the forward must return: each array once, in order of first use."""
+        """The leaves of the VJP that the forward must return: each array once, in order of first use."""
         kept: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
             if source.kind == "saved":
@@ -40,7 +40,7 @@ class Residuals:
         return tuple(kept.values())
 
     def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of (state, x, labels) and (y, new state), the arrays (or their specs) kept until the backward."""
+        """The arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
         kept_arguments: tuple[Any, ...] = ()
         kept_outputs: tuple[Any, ...] = ()
         if self.arguments:
@@ -53,11 +53,11 @@ class Residuals:
 
 
 def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
-    """Trace `forward(params, arguments, draw) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
+    """Trace `forward(params, arguments, rng) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
 
-    `jax.vjp` alone would keep the weights once per microbatch, and cast or masked copies of them too. A leaf that weights
-    reach and no argument does is therefore left out. What only `rng` reaches (a dropout mask) is saved: drawing again
-    costs more. `rng` is (microbatch, key) or Nones: the backward is given it again.
+    `jax.vjp` alone would keep the weights, and cast or masked copies of them, once per microbatch. So a leaf that depends on weights but
+    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more. `rng`
+    is (microbatch, key) or Nones; the backward gets it, too.
     """
     closed = jax.make_jaxpr(forward)(params, arguments, rng)
     jaxpr = closed.jaxpr
@@ -89,7 +89,7 @@ def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree,
 def restore_leaves(
     residuals: Residuals, leaves: Sequence[Any], kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]
 ) -> list[Any]:
-    """The VJP's leaves for the backward: `leaves` as traced again where only weights matter, else what the forward left."""
+    """The VJP's leaves for the backward: those of source `weights` from `leaves`, traced again, the others from the forward."""
     arguments = dict(zip(residuals.arguments, kept[0], strict=True))
     outputs = dict(zip(residuals.outputs, kept[1], strict=True))
     found: dict[str, Any] = {"argument": arguments, "output": outputs, "saved": saved}

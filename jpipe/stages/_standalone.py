@@ -1,4 +1,4 @@
-"""A stage outside of any pipeline, to be looked at: for profiles."""
+"""A stage without a pipeline, for profiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ _CALLS = {"forward": "forward", "backward": "backward", "update": "in_place"}
 
 @dataclass(frozen=True)
 class StandaloneStage:
-    """One stage of a model by itself: what it would hold in a pipeline, and the programs that would run there. It allocates nothing.
+    """One stage of a model without a pipeline: the bytes that it would hold in one, and its programs. It allocates nothing.
 
-    The model's last layer brings the loss with it; before the model's first layer no gradient is computed.
+    A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input.
 
     Attributes:
         stack: the model.
-        stage: which of its layers, and how they are recomputed.
-        specs: of these layers, from `LayerStack.specs`.
-        labels: shapes and dtypes of a microbatch's labels; only the model's last layer reads them.
-        loss: as of a `Pipeline`.
+        stage: its layers, and how they are recomputed.
+        specs: specs of these layers, from `LayerStack.specs`.
+        labels: shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
+        loss: as in `Pipeline`.
         optimizer: from `find_layerwise`.
     """
 
@@ -44,24 +44,24 @@ class StandaloneStage:
 
     @cached_property
     def cost(self) -> StageCost:
-        """Exact bytes, from shapes alone; times are units and temporaries unknown, as of `Pipeline.costs`."""
+        """Exact bytes, from shapes alone; times are units and temporaries are unknown, as in `Pipeline.costs`."""
         return measure_bytes(self._functions, self.stage.recompute != "none")
 
     def trace(self, name: Literal["forward", "backward", "update"], device: jax.Device) -> jax.stages.Traced:
-        """One of the programs traced for a device; `.lower().compile()` makes it what a pipeline runs.
+        """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.
 
         Args:
-            name: `forward`, `backward` or `update`; each returns (result, done), where `done` is there when all is computed.
-            device: for which.
+            name: `forward`, `backward` or `update`; each returns (result, done), where `done` is ready when everything is computed.
+            device: the device.
 
         Returns:
-            A program of the arguments forward(params, state, x, labels, draw); backward(params, kept, saved, message, sums, draw),
-            which uses up `accumulators`; update(params, optimizer state, sums, norm), which uses up the first three.
+            A program with the arguments forward(params, state, x, labels, rng); backward(params, kept, saved, message, accumulators,
+            rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three.
         """
         return trace_call(self._functions, device, _CALLS[name], [len(self.stage.layers)])
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of the (state, x, labels) that a forward was given and the (y, new state) that it returned, what its backward takes as `kept`."""
+        """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""
         return self._functions.residuals.keep(arguments, outputs)
 
     @cached_property
