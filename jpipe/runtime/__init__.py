@@ -1,4 +1,4 @@
-"""What runs programs on devices: the interpreter, its state, transport, metrics, traces and snapshots."""
+"""The runtime, which runs programs on devices: interpreter, state, transport, metrics, traces and snapshots."""
 
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._metrics import RemoteScalar

@@ -27,23 +27,23 @@ Tree = Any
 
 
 class Executor:
-    """Compiles what the workers of this process run, and their transfers to other processes; then takes states to states.
+    """Compiles what the workers of this process run, and their transfers to other processes; then runs steps from state to state.
 
-    It trusts its arguments, metrics excepted: `Pipeline` checks the rest of what a user gives.
+    Its arguments must be valid: `Pipeline` checks everything that a user gives, except metrics, which are checked here.
 
     Args:
-        plan: what runs.
+        plan: the plan.
         steps: its programs.
-        functions: of each stage.
+        functions: the functions of each stage.
         spec: shapes and dtypes of one microbatch.
-        devices: of each worker.
-        processes: of the run, where there are several.
+        devices: the device of each worker.
+        processes: the processes of the run, if there are several.
 
     Attributes:
         spec: as given.
         functions: as given.
         stages: the compiled stage of each worker of this process, by worker.
-        fingerprint: what decides the content of a state; states of another one do not fit.
+        fingerprint: what determines the content of a state; states with another fingerprint do not fit.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
-        """The state with the mean of the replicas' layer state, where they average it when it is read: one sum for each stage."""
+        """The state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
         if state.averaged:
             return state
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -109,8 +109,8 @@ class Executor:
         return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
     def settle(self, state: State) -> tuple[State, int]:
-        """The newest version, in batches, that all workers of all processes hold; where there is none, of a drained copy of the state."""
-        # After a restore or a drain the workers are ahead of a run without it, and hold all that the workers of that run have in common.
+        """(state, the newest version, in batches, that all workers of all processes hold); if there is none, for a drained copy."""
+        # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
         since = 0 if state.start == state.batch else state.batch
         version = self._steps.common_version(since, state.batch)
         if version is None:
@@ -149,7 +149,7 @@ class Executor:
         return left.values(), found
 
     def _evaluating(self, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-        """The stages of this process, the last one with these metrics in its evaluation; compiled for their first use."""
+        """The stages of this process, with these metrics in the last one's evaluation; compiled at the first use of the metrics."""
         asked = tuple((name, id(metric)) for name, metric in metrics.items())
         if metrics and asked not in self._measuring:
             check_metrics(self.functions[-1], metrics)
@@ -159,7 +159,7 @@ class Executor:
 
 
 def copy(tree: Tree) -> Tree:
-    """The tree with arrays of its own; those still on their way from another process are waited for."""
+    """A copy of the tree; waits for arrays that are still in transfer from another process."""
     return jax.tree.map(jnp.copy, jax.tree.map(arrived, tree))
 
 
@@ -168,7 +168,7 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
 
 
 def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Program]) -> list[tuple[Send, Tree]]:
-    """One send of each kind between each two workers, with the shapes of its message."""
+    """One send of each kind between each pair of workers, with the shapes of its message."""
     number = jax.ShapeDtypeStruct((), functions[0].loss_dtype)
     specs: dict[tuple[int, str], Tree] = {}
     for s, f in enumerate(functions):
@@ -184,7 +184,7 @@ def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Progr
 
 
 def _replica_sums(plan: Plan, functions: Sequence[StageFunctions]) -> list[tuple[int, Tree]]:
-    """What the replicas of each stage sum, as (first of the replicas, shapes)."""
+    """What the replicas of each stage sum, as (first replica, shapes)."""
     replicated = [(plan.stage_workers[s][0], f) for s, f in enumerate(functions) if f.stage.replicas > 1]
     sums: list[tuple[int, Tree]] = [(first, reduced_spec(f)) for first, f in replicated]
     return sums + [(first, floats_of(f.specs.state)) for first, f in replicated if f.averages_when_read]

@@ -1,4 +1,4 @@
-"""One setting of the C library that speeds up programs on CPU devices; nothing else of jpipe needs it."""
+"""A setting of the C library that speeds up programs on CPU devices."""
 
 import ctypes
 
@@ -7,19 +7,19 @@ _LARGEST_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory it frees instead of giving it back to the system at once.
+    """Make this process keep freed memory instead of returning it to the system immediately.
 
-    On CPUs XLA takes the temporaries of each call from `malloc`. glibc maps large blocks anew every time, so each
-    call of a stage touches fresh pages, which the system has to clear: a fifth of the time of a transformer step.
-    A program that is one call a step (a scan over microbatches) pays that once, a pipeline once a microbatch.
+    On CPUs XLA allocates the temporaries of each call with `malloc`. glibc maps large blocks anew every time, so each call of a stage
+    touches new pages, which the system has to clear: a fifth of the time of a transformer step. A program with one call per step (a
+    scan over microbatches) pays this once per step, a pipeline once per microbatch.
 
-    The price: threads share one arena, which makes many tiny allocations slower (a microbatch through four stages that
-    compute almost nothing takes a quarter longer).
+    The price: threads share one arena, which makes many small allocations slower (a microbatch through four stages that compute almost
+    nothing takes a quarter longer).
 
-    Call it before the first array is made. For the whole process; it does nothing for GPUs. `jpipe train` calls it.
+    Call it before the first array is made. It affects the whole process, but not GPUs. `jpipe train` calls it.
 
     Returns:
-        Whether it took effect: False where the C library is not glibc.
+        Whether it took effect: False if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

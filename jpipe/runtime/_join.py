@@ -1,4 +1,4 @@
-"""How this process finds the others of its run."""
+"""How this process joins the others of its run."""
 
 import atexit
 
@@ -14,20 +14,20 @@ _joined: list[Processes] = []  # the processes of this run, once they have joine
 
 
 def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: bytes | None = None) -> Processes | None:
-    """Join the processes of this run; None where there is only this one. All processes call it; only the first call of each joins.
+    """Join the processes of this run; returns None if there is only one. All processes call it; only the first call of each joins.
 
-    It starts no JAX device. When Python ends, a process leaves by itself (`Processes.end`).
+    It does not start JAX devices. When Python ends, a process leaves by itself (`Processes.end`).
 
     Args:
         limit: seconds that the first call waits for the others.
-        wait: seconds without progress in any process after which the run is given up; the first call sets it, the same in all processes.
-            Choose more than the longest computation of a microbatch takes, and more than whatever one process does alone.
-        secret: shared by all processes, which recognize each other by it (`jpipe.processes.handshake`); by default that of the variable
-            `JPIPE_SECRET`. Without a secret, whoever reaches JAX's coordinator can join.
+        wait: seconds without progress in any process after which the run counts as hanging. The first call sets it; it must be the same
+            in all processes, and longer than a computation of a microbatch and anything that one process does alone.
+        secret: shared by all processes, which authenticate each other by it (`jpipe.processes.handshake`); by default the value of the
+            variable `JPIPE_SECRET`. Without a secret, whoever reaches JAX's coordinator can join.
 
     Raises:
         InputError: process 0 cannot be reached or has another secret, the secret is too short, or `wait` is not above 0.
-        PeerLost: not all have joined in time.
+        PeerLost: not all processes joined in time.
     """
     if not wait > 0:
         raise InputError(f"wait limit: expected more than 0 seconds, found {wait:g}")

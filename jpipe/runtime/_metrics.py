@@ -1,4 +1,4 @@
-"""The results of steps: losses, weights and norms. They are the same in all processes, and reading one waits for it."""
+"""The results of steps: losses, weights and norms. All processes have the same; reading a number waits for it."""
 
 import functools
 import itertools
@@ -36,10 +36,10 @@ class RemoteScalar:
 
 
 class Metrics(NamedTuple):
-    """What a step finished, the same in all processes, as numbers that are not waited for: `float(…)` of one waits.
+    """Results of the batches that a step finished, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
-        losses: mean loss of each batch that was finished, by batch index.
+        losses: mean loss of each finished batch, by batch index.
         weights: total weight of each of those batches.
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
     """
@@ -50,11 +50,11 @@ class Metrics(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A metric over a whole batch: `float(…)` of a number waits for it.
+    """A metric over a whole batch; `float(…)` of a number waits for it.
 
     Attributes:
-        mean: the sum of the metric over all microbatches, divided by their weight.
-        weight: the total weight. Over several batches, the mean is the sum of `mean * weight` divided by the sum of the weights.
+        mean: the sum of the metric over all microbatches, divided by the total weight.
+        weight: the total weight. The mean over several batches is the sum of `mean * weight` divided by the sum of the weights.
     """
 
     mean: jax.Array | RemoteScalar
@@ -62,13 +62,13 @@ class Mean(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What `Pipeline.evaluate` found, the same in all processes, as numbers that are not waited for.
+    """The result of `Pipeline.evaluate`, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
         loss: mean over the whole batch.
         weight: total weight of the batch.
-        version: of the weights, the same in all stages: how many batches they have learnt from.
-        metrics: the mean of each metric that was asked for, by name.
+        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights.
+        metrics: the mean of each requested metric, by name.
     """
 
     loss: jax.Array | RemoteScalar
@@ -78,26 +78,26 @@ class Evaluation(NamedTuple):
 
 
 class MetricsExchange:
-    """Sends the numbers that one process computes to all processes of the run. In a run of one process its arrays are the numbers.
+    """Sends the numbers that one process computes to all processes of the run. In a run of one process it returns the arrays.
 
     Args:
-        plan: what runs.
-        devices: of each worker.
-        processes: of the run, where there are several.
+        plan: the plan of the run.
+        devices: the device of each worker.
+        processes: the processes of the run, if there are several.
         clips: whether there are norms.
 
     Attributes:
-        name: of the pipeline, the same in all processes, for they make the same pipelines.
+        name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
     """
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, clips: bool) -> None:
         self.name = f"pipeline {next(_pipelines)}"
         self._plan, self._devices, self._processes, self._clips = plan, devices, processes, clips
         self._evaluations = 0
-        self._batches: dict[int, tuple[Program, list[int]]] = {}  # that a program finishes, by its id, which it keeps as it is kept here
+        self._batches: dict[int, tuple[Program, list[int]]] = {}  # batches that a program finishes, by its id; kept, so the id stays valid
 
     def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
-        """Of the batches that the program, run `shift` batches later, finishes; `found` is what workers of this process did."""
+        """Metrics of the batches that the program, run `shift` batches later, finishes; `found` is from the workers of this process."""
         metrics, norms = Metrics({}, {}, {}), {t: [norm] for t, norm in found.norms.items()}
         if self._processes is None:
             for batch, updates in found.losses.items():
@@ -116,7 +116,7 @@ class MetricsExchange:
         return metrics
 
     def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
-        """Over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
+        """The evaluation over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
         last = self._plan.stage_workers[-1]
         if self._processes is None:
             parts = [found.evaluations[k] for k in sorted(found.evaluations)]
@@ -145,7 +145,7 @@ class MetricsExchange:
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
     def _finished(self, program: Program, last: int) -> list[int]:
-        """The batches whose last gradients the worker `last` has in the program; looked for once in each of the few that are repeated."""
+        """The batches whose last gradients the worker `last` has in the program; searched once per program."""
         if id(program) not in self._batches:
             s, _ = program.plan.workers[last]
             ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_per_batch(s)
@@ -172,7 +172,7 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
 
 def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
-    """Mean loss, weight and, where there is one, norm of a batch."""
+    """Mean loss, weight and, with clipping, norm of a batch."""
     return [*_mean_loss(updates), *norm]
 
 

@@ -1,4 +1,4 @@
-"""Which device each worker gets, and a picture of it in text."""
+"""The device of each worker, and the placement as text."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
     """The device of each worker.
 
     Args:
-        plan: its `placement`, or what its `keep_together` says.
-        devices: one for each worker, in their order. None: all devices of all processes, by process; where there are fewer devices
-            than workers, neighbouring workers share one.
+        plan: the plan, with `placement` or `keep_together`.
+        devices: one for each worker, in their order. None: all devices of all processes, by process; if there are fewer devices than
+            workers, neighbouring workers share one.
 
     Raises:
-        InputError: a number of devices that does not fit, with both grids; devices of different kinds.
+        InputError: the number of devices does not fit (the message lists workers and devices), or they are of different kinds.
     """
     count = len(plan.workers)
     if devices is not None:
@@ -45,10 +45,10 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """What a caller gave as devices.
+    """The devices that a caller gave.
 
     Raises:
-        InputError: something else.
+        InputError: they are not a list of devices.
     """
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise InputError(f"devices: expected a list of devices, found {type(devices).__name__}; give some of jax.devices()")
@@ -60,13 +60,13 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
 
 
 def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
-    """Where each worker runs, as text: a row for each stage, a column for each replica; `w` counts workers, `p` processes.
+    """The placement as text: a row for each stage, a column for each replica, with the numbers of worker (`w`) and process (`p`).
 
-    Devices have the numbers that `placement` names them by, counted over all processes.
+    Devices have the numbers that `placement` uses, counted over all processes.
 
     Args:
-        plan: what runs.
-        devices: of each worker, as `place` gives them.
+        plan: the plan.
+        devices: the device of each worker, from `place`.
     """
     several = len({device.process_index for device in devices}) > 1
     names = device_names(devices)
@@ -79,12 +79,12 @@ def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
 
 
 def _everywhere() -> list[jax.Device]:
-    """All devices of all processes, as `placement` counts them."""
+    """All devices of all processes, in the order in which `placement` counts them."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
 def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
-    """By device its platform and its number. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
+    """Platform and number of each device. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
     numbers = {device: number for number, device in enumerate(_everywhere())}
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
@@ -104,7 +104,7 @@ def _one_kind(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, 
 
 
 def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
-    """The workers and the devices, one under the other."""
+    """The workers and the devices, as lines of text."""
     workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
     of: dict[int, list[str]] = {}
     for device, name in device_names(devices).items():

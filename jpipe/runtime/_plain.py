@@ -1,4 +1,4 @@
-"""Any pytree as dicts in dicts with text for keys, which any program can read, and back."""
+"""Converts any pytree to nested dicts with text as keys, which any program can read, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ from jpipe.model._layer import describe
 
 Tree = Any
 Plain = dict[str, Any]
-"""Dicts in dicts, with text for keys and arrays for leaves."""
+"""Nested dicts, with text as keys and arrays as leaves."""
 
 
 def to_plain(tree: Tree) -> Plain:
-    """Any pytree as dicts in dicts: the keys, names and numbers on the way to each leaf, as text. Random keys become their bits."""
+    """A pytree as nested dicts, by the keys, names and numbers on the path to each leaf, as text. Random keys become their bits."""
     found: Plain = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         *outer, last = _names(path)
@@ -28,16 +28,16 @@ def to_plain(tree: Tree) -> Plain:
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """The pytree that `to_plain` made `plain` of.
+    """The pytree from which `to_plain` made `plain`.
 
     Args:
         specs: shapes and dtypes of its leaves.
-        plain: what `to_plain` gave, with any arrays.
+        plain: the result of `to_plain`, with any arrays.
         where: what this is, for error messages.
-        hint: what the reason may be where leaves are on one side only.
+        hint: the likely reason for a missing or additional leaf.
 
     Raises:
-        InputError: a leaf is not there, there is one too many, or one is of another shape or dtype; or `plain` is no dict.
+        InputError: a leaf is missing, there is an additional one, one has another shape or dtype, or `plain` is not a dict.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     left = _paths(checked_dict(plain, where))
@@ -51,21 +51,21 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
         wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
         if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
             raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}")
-        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, as all keys of a run
+        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
     if left:
         raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
     return jax.tree.unflatten(treedef, leaves)
 
 
 def checked_dict(plain: Any, where: str) -> Plain:
-    """`plain`, which may come from anywhere.
+    """`plain`, if it is a dict.
 
     Args:
-        plain: what should be a dict.
+        plain: a value from any source.
         where: what this is, for the error message.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a dict.
     """
     if not isinstance(plain, dict):
         raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
@@ -73,15 +73,15 @@ def checked_dict(plain: Any, where: str) -> Plain:
 
 
 def filled(specs: Tree, given: Tree, where: str) -> Tree:
-    """`specs` with arrays in the places of those leaves that are given.
+    """`specs` with the given arrays instead of their specs.
 
     Args:
         specs: shapes and dtypes of the leaves, none of them a random key.
-        given: a pytree like it, or as plain dicts; leaves may be missing.
+        given: a pytree of the same structure, or plain dicts; leaves may be missing.
         where: what this is, for error messages.
 
     Raises:
-        InputError: a leaf that `specs` does not have, one of another shape or dtype, or one that is no array.
+        InputError: `specs` does not have a given leaf, it has another shape or dtype, or it is not an array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
@@ -90,7 +90,7 @@ def filled(specs: Tree, given: Tree, where: str) -> Tree:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    """A path in words; "array" where the leaf is the whole tree."""
+    """The names on a path; "array" if the leaf is the whole tree."""
     return [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path] or ["array"]
 
 

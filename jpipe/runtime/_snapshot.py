@@ -1,4 +1,4 @@
-"""Snapshots of a run that goes on: what each worker holds after its own update, as arrays by layer id; and workers restored from them."""
+"""Snapshots of a running pipeline: what each worker holds after its own update, as arrays by layer id; and workers restored from them."""
 
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -21,22 +21,22 @@ Tree = Any
 
 
 class Snapshot:
-    """Takes what a checkpoint of a run at one batch needs, while the run goes on: neither drained nor paused, its numbers unchanged.
+    """Copies what a checkpoint before one batch needs while the run continues. It does not drain or pause the run, or change its numbers.
 
-    Give it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`: each worker comes
-    to the last update before the batch in its own time, and is copied then. What is in flight is left out: a run that
-    `Pipeline.restore` begins there computes it again, from the weight versions that it read. Layer state is that from before the first
-    forward of the batch, for each replica its own. It costs the memory of the copies, until nobody holds this object.
+    Pass it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`. Each worker is
+    copied right after its own last update before the batch. Microbatches in flight are not copied: after `Pipeline.restore` they are
+    computed again, from the weight versions that they read. Layer state is that before the first forward of the batch, for each
+    replica. The copies need memory as long as this object exists.
 
     Make one with `Pipeline.snapshot`.
 
     Args:
-        plan: what runs.
-        batch: where the restored run is to begin.
-        workers: those of this process.
+        plan: the plan of the run.
+        batch: the first batch of a restored run.
+        workers: the workers of this process.
 
     Attributes:
-        batch: where the restored run is to begin.
+        batch: the first batch of a restored run.
     """
 
     def __init__(self, plan: Plan, batch: int, workers: Iterable[int]) -> None:
@@ -44,20 +44,20 @@ class Snapshot:
         self._parts = {w: _Part(plan, w, batch) for w in workers}
 
     def __call__(self, event: Event) -> None:
-        """Take note of one instruction."""
+        """Observe one instruction."""
         self._parts[event.instruction.worker].see(event)
 
     @property
     def complete(self) -> bool:
-        """Whether all workers of this process have come to the snapshot."""
+        """Whether all workers of this process have been copied."""
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
-        """By layer id what `Pipeline.restore` takes: arrays on their devices, of the layers of this process.
+        """What `Pipeline.restore` takes, by layer id: the arrays of the layers of this process, on their devices.
 
-        For each layer `params`, the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`. Replicas hold the
-        same but for layer state: that of the first one is there, and of the others by names such as "block_0 replica 1". What has no
-        arrays is left out.
+        Each layer has `params`, with the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`. Replicas differ
+        only in layer state: the layer has that of the first replica, entries such as "block_0 replica 1" have those of the others. Parts
+        without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -65,17 +65,17 @@ class Snapshot:
 
 _OTHER_OPTIMIZER = "is it of another optimizer? fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
 
-# One call for a whole tree: leaf by leaf it would hold up the thread that dispatches the steps.
+# One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def own_name(layer_id: str, replica: int) -> str:
-    """By which a replica's own layer state goes in a checkpoint."""
+    """The name of a replica's layer state in a checkpoint."""
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
 class _Part:
-    """What one worker gives to the snapshot."""
+    """The part of the snapshot that is copied from one worker."""
 
     def __init__(self, plan: Plan, worker: int, batch: int) -> None:
         s, self._replica = plan.workers[worker]
@@ -83,7 +83,7 @@ class _Part:
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
         self._ids = plan.stages[s].layers
-        self._before: Tree = None  # layer state after the last instruction that was seen
+        self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
         self._optimizer: Tree = None
         self._state: Tree = None
@@ -104,7 +104,7 @@ class _Part:
                     self._optimizer = _copied(event.state.optimizer)
                     if self._state is None:
                         self._state = dict(event.state.layer_state)
-        if self._state is not None:  # a version that the batch reads first may be gone before its last update is there
+        if self._state is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in event.state.versions.keys() - self._versions.keys():
                 if self._oldest <= version <= self._newest:
                     self._versions[version] = _copied(event.state.versions[version])
@@ -123,7 +123,7 @@ class _Part:
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
-    """Which of the layers `ids` a name in `Snapshot.layers` is of; None: of none of them."""
+    """The layer in `ids` to which a name in `Snapshot.layers` belongs, or None."""
     if name in ids:
         return name
     layer_id, _, replica = name.rpartition(" replica ")
@@ -135,19 +135,19 @@ def fitting(
 ) -> tuple[dict[int, Tree], Tree, Tree]:
     """What a worker takes from a snapshot: weights by version, optimizer state, layer state.
 
-    A version that is missing in the snapshot is replaced by the newest. Layer state is the replica's own where there were as many and the
-    pipeline does not flush, else the mean over those that there were; without `sync_state` it is that of one of them.
+    The newest version replaces a version that is missing in the snapshot. Layer state is the replica's own if the pipeline does not flush
+    and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one of them.
 
     Args:
-        plan: what is to run, perhaps another one than that of the snapshot.
-        worker: which one.
-        f: of its stage.
-        layers: the layers of its stage at least, as from `Snapshot.layers`, with any arrays.
-        batch: where the run begins.
-        fresh: leave the optimizer state out.
+        plan: the plan of the restored run, which may differ from that of the snapshot.
+        worker: the worker.
+        f: the functions of its stage.
+        layers: at least the layers of its stage, as from `Snapshot.layers`, with any arrays.
+        batch: the first batch of the restored run.
+        fresh: leave out the optimizer state.
 
     Raises:
-        InputError: a layer is not there, or is of another shape.
+        InputError: a layer is missing, or has another shape.
     """
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
@@ -185,16 +185,16 @@ def fitting(
 def restored_worker(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
 ) -> WorkerState:
-    """A worker as it is where nothing is in flight before `batch`, with the arrays of a snapshot.
+    """A worker before `batch` with nothing in flight, with the arrays of a snapshot.
 
     Args:
-        plan: what is to run.
-        worker: which one.
-        f: of its stage.
+        plan: the plan of the restored run.
+        worker: the worker.
+        f: the functions of its stage.
         layers: as in `fitting`.
-        batch: where the run begins.
+        batch: the first batch of the restored run.
         key: the random key of the run.
-        device: where the worker runs.
+        device: the worker's device.
         fresh: begin with new optimizer state.
 
     Raises:
@@ -205,14 +205,14 @@ def restored_worker(
         optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
     accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
     placed = jax.device_put((versions, optimizer, state, accumulators, {}, key), device)
-    # Copied: an update cannot write into the memory of a NumPy array, which a CPU device shares.
+    # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers of a snapshot with one layer state each: the mean over the replicas, whose own states are left out.
+    """The layers of a snapshot with one layer state each, the mean over the replicas; the entries of single replicas are left out.
 
-    Only floating-point numbers are averaged; others, such as counts, are those of the first replica.
+    Only floating-point numbers are averaged; others, such as counts, are taken from the first replica.
 
     Args:
         layers: from `Snapshot.layers`, with any arrays.
@@ -225,7 +225,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
-    """The mean of a layer's state over the replicas, added in their order. What is the same in all of them is left as it is."""
+    """The mean of a layer's state over the replicas, added in their order. Arrays that are equal in all of them are not changed."""
     where = f"checkpoint: layer '{layer_id}', state"
     names = [own_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
     first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)
@@ -243,7 +243,7 @@ def _mean(*parts: Any) -> Any:
 
 
 def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:
-    """How many replicas have layer state of their own."""
+    """How many replicas have an entry with layer state."""
     return next(replica for replica in count(1) if own_name(layer_id, replica) not in layers)
 
 

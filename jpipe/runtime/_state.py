@@ -1,4 +1,4 @@
-"""Everything that changes in a run, as one immutable pytree, and which pipeline made it."""
+"""The state of a run, as one immutable pytree, and the fingerprint of the pipeline that made it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Fingerprint = tuple[tuple[str, str], ...]
 
 
 def _nbytes(tree: Tree) -> int:
-    """Bytes of the arrays in a tree; one that is there twice counts once."""
+    """Bytes of the arrays in a tree; an array that occurs twice counts once."""
     return sum({id(leaf): getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)}.values())
 
 
@@ -29,11 +29,11 @@ class WorkerState:
     """What one worker holds between two steps.
 
     Attributes:
-        versions: weights by version, `{version: {layer id: params}}`: one entry for the schedules that flush, the stash of
-            PipeDream, current and shadow of 2BW. An entry exists once, however many microbatches in flight read it.
+        versions: weights by version, `{version: {layer id: params}}`: one entry for schedules that flush, the stash of PipeDream, the
+            current and shadow version of 2BW. Microbatches in flight that read the same version share its entry.
         optimizer: optimizer state by layer id.
         layer_state: state that forwards update (batch statistics), by layer id.
-        accumulators: gradients, weight and loss of the batch that is being accumulated.
+        accumulators: sums over the current batch: gradients, weight and loss.
         buffers: activations, residuals and gradients in flight, by (kind, microbatch).
         key: the random key of the run.
     """
@@ -50,17 +50,17 @@ class WorkerState:
         return f"WorkerState({held}; {len(self.buffers)} buffers)"
 
     def cells(self) -> tuple[str, ...]:
-        """Its versions and how many bytes it holds of what, as text, for a table."""
+        """Its versions and the bytes of its parts, as text, for a table."""
         if not self.versions:
             return "already consumed", *("–",) * 4
         parts = self.versions, self.optimizer, (self.accumulators, self.layer_state), self.buffers
         return ", ".join(map(str, sorted(self.versions))), *(size(_nbytes(part)) for part in parts)
 
     def taken(self) -> "WorkerState":
-        """The same content in dicts of its own; the dicts of this one are emptied.
+        """A copy with new dicts; the dicts of this one are emptied.
 
-        The caller of a step still has a name for the old state while the step runs: without this, that name would keep
-        everything that was in flight, and every retired version, alive until the step returns.
+        The caller of a step still references the old state while the step runs. Without this, that reference would keep all buffers in
+        flight and all retired versions alive until the step returns.
         """
         moved = WorkerState(dict(self.versions), self.optimizer, dict(self.layer_state), self.accumulators, dict(self.buffers), self.key)
         for held in (self.versions, self.layer_state, self.buffers):
@@ -76,14 +76,14 @@ class WorkerState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class State:
-    """The state of a run, a pytree: `Pipeline.step` takes one, uses it up, and returns the next.
+    """The state of a run, a pytree: `Pipeline.step` consumes one and returns the next.
 
     Attributes:
         workers: one `WorkerState` for each worker.
         batch: index of the next batch.
         start: the batch before which the pipeline was last empty.
-        averaged: whether replicas that are to average their layer state have done so.
-        made_by: the fingerprint of the pipeline that made it; another pipeline refuses the state.
+        averaged: False while replicas have layer state that is averaged when it is read.
+        made_by: the fingerprint of the pipeline that made it; other pipelines refuse the state.
     """
 
     workers: tuple[WorkerState, ...]
@@ -106,13 +106,13 @@ class State:
 
 
 def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, functions: Sequence[StageFunctions]) -> Fingerprint:
-    """What decides the content of a state, by name.
+    """Everything that determines the content of a state, by name.
 
     Args:
-        plan: of the pipeline.
-        devices: of each worker.
-        spec: of a microbatch.
-        functions: of each stage.
+        plan: the plan of the pipeline.
+        devices: the device of each worker.
+        spec: shapes and dtypes of a microbatch.
+        functions: the functions of each stage.
     """
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
@@ -132,10 +132,10 @@ def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, function
 
 
 def check_state(state: State, own: Fingerprint | None) -> None:
-    """Refuse a state that a call has consumed, or that another pipeline made than the one with the fingerprint `own`.
+    """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `own` made.
 
     Raises:
-        InputError: says in what the two pipelines differ.
+        InputError: the message says how the two pipelines differ.
     """
     if not isinstance(state, State):
         raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
@@ -168,6 +168,6 @@ def _short(text: str | None) -> str:
 
 
 def _is_used_up(worker: WorkerState) -> bool:
-    """Whether a run took what it held, or donated the arrays that a copy of it shares."""
+    """Whether a run has consumed it, or donated the arrays that it shares with a consumed state."""
     donated = jax.tree.leaves(worker.accumulators)[:1] + jax.tree.leaves(worker.optimizer)[:1]
     return not worker.versions or any(leaf.is_deleted() for leaf in donated)

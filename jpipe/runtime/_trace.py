@@ -1,4 +1,4 @@
-"""What a pipeline really does: when each computation runs and what each worker holds, measured while it trains."""
+"""Traces of a pipeline: when each computation runs and what each worker holds, measured during training."""
 
 import itertools
 import queue
@@ -25,11 +25,11 @@ _OPS: dict[type, Op] = {Forward: "F", Backward: "B", ForwardBackward: "FB"}
 
 @dataclass(frozen=True)
 class Trace:
-    """What was measured.
+    """A measurement.
 
     Attributes:
         timeline: the spans of each worker, in seconds from the start of the trace.
-        memory: the arrays that each worker holds after each of its computations.
+        memory: the bytes that each worker holds after each of its computations.
     """
 
     timeline: Timeline
@@ -37,15 +37,15 @@ class Trace:
 
 
 class Tracer:
-    """Measures some steps: give it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
+    """Measures some steps: pass it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
 
-    A thread for each worker waits for its computations, one after the other, and notes when each is over. A computation begins
-    where its input is there, the one before on its device is over, and it is dispatched. Nothing waits for the measurement, but it
-    costs tens to hundreds of microseconds a computation: measure a few steps, not the whole run. In a `with` it is given up at the
-    end if it was not finished.
+    A thread for each worker waits for its computations, one after the other, and records when each ends. A computation is taken to begin
+    when it is dispatched, its input has arrived, and the computation before it on its device has ended. The run does not wait for the
+    measurement, but it costs tens to hundreds of microseconds per computation: measure a few steps, not the whole run. A `with`
+    statement closes an unfinished tracer.
 
     Args:
-        plan: what runs.
+        plan: the plan of the run.
 
     Example:
         >>> tracer = Tracer(Plan.even("ab", 2, "gpipe", 1))  # then: state, metrics = pipe.step(state, batch, observe=tracer)
@@ -62,17 +62,17 @@ class Tracer:
         self._watchers = [_Watcher(self._began) for _ in plan.workers]
 
     def __call__(self, event: Event) -> None:
-        """Take note of one instruction."""
+        """Observe one instruction."""
         self._clips |= isinstance(event.instruction, SumSquares)
         if event.done is not None:
             assert isinstance(event.instruction, Forward | Backward | ForwardBackward | Update)
             self._watchers[event.instruction.worker].watch(event.instruction, event.done, event.state)
 
     def finish(self) -> Trace:
-        """Wait until all that was dispatched is over, and give what was measured.
+        """Wait until all dispatched computations have ended, and return the measurement.
 
         Raises:
-            RuntimeError: a computation failed (out of memory, say); the error of the device.
+            RuntimeError: a computation failed, for example out of memory; the error of the device.
         """
         self.close()
         for watcher in self._watchers:
@@ -82,7 +82,7 @@ class Tracer:
         return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
 
     def close(self) -> None:
-        """Stop measuring, once what was dispatched is over."""
+        """Stop measuring when all dispatched computations have ended."""
         if self._open:
             self._open = False
             for watcher in self._watchers:
@@ -101,7 +101,7 @@ _usual_interval = sys.getswitchinterval()
 
 
 def _switch_often(begin: bool) -> None:
-    """While any tracer is open let threads take turns sooner, so that one that was waited for notes the time at once."""
+    """While any tracer is open, let threads switch more often, so that they record the end of a computation without delay."""
     global _tracers, _usual_interval
     if begin and _tracers == 0:
         _usual_interval = sys.getswitchinterval()
@@ -130,8 +130,8 @@ class _Watcher:
         self.samples: list[MemorySample] = []
         self.error: Exception | None = None
         self._began = began
-        self._sizes: dict[Any, int] = {}  # of what does not change in size: each version, optimizer state, sums, layer state
-        self._buffers: dict[tuple[str, int], int] = {}  # of those that are held
+        self._sizes: dict[Any, int] = {}  # of parts of constant size: each version, optimizer state, accumulators, layer state
+        self._buffers: dict[tuple[str, int], int] = {}  # sizes of the current buffers
         self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, MemorySample] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
@@ -156,16 +156,16 @@ class _Watcher:
             self.error = error
 
     def _sample(self, state: WorkerState) -> MemorySample:
-        """What the worker holds; only what it did not hold before is looked at, for there may be hundreds of microbatches."""
+        """What the worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes, held = self._sizes, self._buffers
         named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
-            if sizes.get(name, 0) == 0:  # sums may be set aside at first
+            if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for name in held.keys() - state.buffers.keys():
             del held[name]
         for kind, k in state.buffers.keys() - held.keys():
-            # An output that is kept for the backward is a residual, and no message besides.
+            # An output that is kept for the backward counts as a residual, not also as a message.
             kept = {id(leaf) for leaf in jax.tree.leaves(state.buffers.get(("residuals", k)))} if kind == "output" else set()
             held[kind, k] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffers[kind, k]) if id(leaf) not in kept)
         residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
@@ -180,7 +180,7 @@ _Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: 
 
 
 def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, clips: bool) -> Timeline:
-    """Spans from the ends of the computations and what each had to wait for."""
+    """Spans from the ends of the computations and from what each had to wait for."""
     computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
     waits_for = {key: [k for k in _inputs(key, plan, clips) if k in computations] for key in computations}
     for s, own in enumerate(workers):
@@ -188,8 +188,8 @@ def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, clips: bool
             waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
     ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
     rows: list[list[Span]] = [[] for _ in workers]
-    free: dict[jax.Device, float] = {}  # when the computation before is over
-    for key in sorted(computations, key=ends.__getitem__):  # stable: in a worker's order where times are equal
+    free: dict[jax.Device, float] = {}  # when the previous computation ended
+    for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a worker's order
         c, row, end = computations[key], rows[key[0]], ends[key]
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
@@ -207,7 +207,7 @@ def _key(worker: int, instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
-    """What a computation may get its input from: a neighbour's; an update from all replicas, or where it clips from all stages."""
+    """What may give a computation its input: its neighbour; for an update all replicas, or with clipping those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
     match op:
@@ -216,13 +216,13 @@ def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
         case "B":
             return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
         case _:
-            summed = 0 if clips else s  # the first stage's gradients are the last to be there
+            summed = 0 if clips else s  # the first stage's gradients are the last
             end = (k + 1) * plan.microbatches_per_update(s)
             return [(plan.worker(summed, j), op, j) for j in range(end - plan.replicas[summed], end) for op in ("B", "FB")]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
-    """The ends without contradictions: a thread may note one late, but what was waited for was over before."""
+    """The ends made consistent: a thread may record an end late, but a computation never ends before one that it waits for."""
     changed = True
     while changed:
         changed = False
@@ -237,16 +237,15 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, replicas: Sequence[int] | None = None) -> tuple[StageCost, ...]:
     """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
 
-    Where forward and backward are one computation, its time is divided as they are in `costs`; a time that was never measured
-    becomes 0.
+    If forward and backward are one computation, its time is divided in the ratio of `costs`. Times without a measurement become 0.
 
     Args:
         costs: one for each stage; their bytes are kept.
         timeline: in seconds, a row for each worker.
-        replicas: of each stage; one each by default.
+        replicas: replicas of each stage; one each by default.
 
     Raises:
-        InputError: not as many costs as stages in the timeline.
+        InputError: the number of costs differs from that of the stages in the timeline.
     """
     replicas = (1,) * len(costs) if replicas is None else replicas
     if len(costs) != len(replicas) or sum(replicas) != len(timeline):
