@@ -1,8 +1,8 @@
-"""The most that a plan can reach: in steady state no simulation of it is faster, and the bound takes a small part of the time of one.
+"""Bounds on the speed of a plan: no simulation of it in steady state is faster, and a bound takes much less time to compute.
 
-Two things are certain. Every port has to carry all messages and sums that go through it, one after the other. And every computation
-waits for what it needs: its worker, the messages with their latencies, the sum behind the weight version that it reads. The bound
-leaves out that messages wait for each other, and the wait for the norm of the gradients where they are clipped.
+Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
+worker, the messages with their latencies, the sum for the weight version that it reads. The bound ignores that messages wait for each
+other, and with clipping the wait for the norm of the gradients.
 """
 
 from collections import defaultdict, deque
@@ -13,9 +13,9 @@ import jpipe
 
 
 def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
-    """Seconds per batch that the busiest worker computes at least, or, if longer, all workers share their cores for.
+    """Seconds per batch for which the busiest worker computes, or all workers on their shared cores if that is longer.
 
-    A pipeline that is flushed has to be filled up to a stage and to be drained from it.
+    With a flush the stages before a worker's stage have to be filled and drained as well.
     """
     before = busiest = 0.0
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
@@ -53,41 +53,41 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
 
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
-    """The links between neighbouring replicas of a stage; none where there is one."""
+    """The links between neighbouring replicas of a stage; none for one replica."""
     workers = plan.stage_workers[s]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 
 def _sending(size: int, ring: Sequence[jpipe.Link]) -> float:
-    """Seconds that a sum is sent for."""
+    """Seconds to send a sum."""
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
 
 def unhindered_seconds(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, first: int, batches: int
 ) -> float:
-    """Seconds of a batch where messages never wait for each other.
+    """Seconds per batch if messages never wait for each other.
 
     Args:
-        plan: what is to run, without vertical sync.
-        costs: of its stages.
-        link: between its workers.
-        first: the batch with which to begin to measure.
-        batches: how many to measure.
+        plan: the plan, without vertical sync.
+        costs: the costs of its stages.
+        link: the links between its workers.
+        first: the first batch to measure.
+        batches: how many batches to measure.
     """
     entries = _Pipeline(plan, costs, link, first + batches + 1).entries()
     return (entries[first + batches] - entries[first]) / batches
 
 
 class _Stage:
-    """A stage of a pipeline whose messages never wait for each other, and what is known of its microbatches."""
+    """A stage of a pipeline whose messages never wait for each other, and the known times of its microbatches."""
 
     def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int) -> None:
         rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
         self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
-        self.own = every // self.replicas  # microbatches of an update at each replica
-        # all replicas do and read the same, each for its own microbatches
+        self.own = every // self.replicas  # microbatches per update at each replica
+        # All replicas have the same order and versions, each for its own microbatches.
         order = rules.computations(plan, s, 0, 0, batches)
         self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in entry.op]
         self.versions = [rules.version(plan, s, k) for k in range(0, count, self.replicas)] if self.replicas > 1 else []
@@ -102,7 +102,7 @@ class _Stage:
 
     @staticmethod
     def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
-        """Seconds that the messages to a neighbour take, from the first microbatch to where they repeat; none where there is none."""
+        """Seconds of the messages to a neighbour, for one period of microbatches; empty without a neighbour."""
         if not 0 <= target < plan.depth:
             return []
         links = [link(plan.worker(source, k), plan.worker(target, k)) for k in range(lcm(plan.replicas[source], plan.replicas[target]))]
@@ -110,7 +110,7 @@ class _Stage:
 
 
 class _Worker:
-    """Where a replica is in the order of its stage."""
+    """The position of a replica in the order of its stage."""
 
     def __init__(self, stage: int, replica: int) -> None:
         self.stage, self.replica = stage, replica
@@ -119,7 +119,7 @@ class _Worker:
 
 
 class _Pipeline:
-    """The pipeline where messages never wait for each other."""
+    """A pipeline whose messages never wait for each other."""
 
     def __init__(self, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> None:
         self.microbatches = plan.microbatches
@@ -129,7 +129,7 @@ class _Pipeline:
         self.entered: list[float] = []
 
     def entries(self) -> list[float]:
-        """When each batch comes to worker 0."""
+        """When worker 0 begins each batch."""
         while self.ready:
             worker = self.workers[self.ready.popleft()]
             stage, s = self.stages[worker.stage], worker.stage
@@ -138,7 +138,7 @@ class _Pipeline:
         return self.entered
 
     def _step(self, worker: _Worker, stage: _Stage, s: int) -> bool:
-        """The next computation of a worker, if all that it needs is known; whoever makes it known wakes the worker."""
+        """Do the next computation of a worker, if the times of all its inputs are known; a new time wakes the worker that waits for it."""
         is_forward, own = stage.order[worker.position]
         k = own * stage.replicas + worker.replica
         there = stage.arrived[k] if is_forward else stage.returned[k]
@@ -171,7 +171,7 @@ class _Pipeline:
         return True
 
     def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:
-        """A worker has the gradients of an update: it makes it, or the last of the replicas sums them."""
+        """A worker has the gradients of an update: it updates, or the last of the replicas sums them."""
         worker.ended += 1
         if stage.replicas == 1:
             worker.clock += stage.update

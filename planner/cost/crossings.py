@@ -1,4 +1,4 @@
-"""What the cuts and the sums of equal pipelines side by side cross in a topology."""
+"""The links of a topology that the cuts and sums of parallel equal pipelines use."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +15,10 @@ class Crossings:
     """The links of w pipelines of d stages; NumPy arrays over the d - 1 cuts or the d stages.
 
     Attributes:
-        bandwidths: of the slowest link of each cut.
-        latencies: the longest of each cut.
-        rings: for each stage the slowest of the links between neighbouring replicas.
-        sharing: stages whose sums leave the same components, and so share their ports; only where they are several.
+        bandwidths: bandwidth of the slowest link of each cut.
+        latencies: the longest latency of each cut.
+        rings: for each stage the slowest link between neighbouring replicas.
+        sharing: groups of several stages whose sums use the same ports.
     """
 
     bandwidths: Any
@@ -29,7 +29,7 @@ class Crossings:
 
     @classmethod
     def find(cls, topology: Topology, width: int, depth: int, keep_together: Literal["replicas", "stages"]) -> "Crossings":
-        """Lay the pipelines over the first w d workers, neighbours as `keep_together` of a plan says."""
+        """Assign the pipelines to the first w d workers, with neighbours according to `keep_together`."""
         count = width * depth
         grid = np.arange(count).reshape((depth, width) if keep_together == "replicas" else (width, depth))
         grid = grid if keep_together == "replicas" else grid.T
@@ -57,7 +57,7 @@ class Crossings:
         )
 
     def ports(self, sizes: Number) -> tuple[Number, Number]:
-        """Seconds that the busiest port of each cut sends for one microbatch of every pipeline: outputs alone, and gradients as well.
+        """Seconds for which the busiest port of each cut sends one microbatch of every pipeline: outputs only, and with gradients.
 
         Args:
             sizes: bytes that cross each cut.

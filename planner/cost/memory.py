@@ -1,4 +1,4 @@
-"""What a worker holds at most, in bytes, counted as `jpipe.simulate` counts; one function for all searches. It takes NumPy arrays too."""
+"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`; one function for all searches, for numbers and NumPy arrays."""
 
 from typing import Any
 
@@ -21,37 +21,37 @@ def stage_bytes(
     in_flight: Number,
     waiting: Number,
 ) -> Number:
-    """The most bytes that a worker of a stage holds while it computes, in a pipeline whose stages are about equally fast.
+    """The peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
-    Without a flush a replicated stage sums the gradients of one update while it makes those of the next. Both sets are there until the
-    update, the newest of `versions` is only from then on: at no time do they all take more than versions + 1 times the weights.
+    Without a flush a replicated stage sums the gradients of one update while it computes those of the next. Both sets exist until the
+    update, and the newest of `versions` only after it. So together they never take more than versions + 1 times the weights.
 
-    A gradient may arrive while the stage still does the forward before. Where stages differ in their replicas more of them can wait, and
-    `simulate` count up to a quarter more.
+    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more gradients can
+    wait, and `simulate` counts up to a quarter more.
 
     Args:
-        weights: of one version; as many bytes of gradients are summed.
+        weights: bytes of one version; the gradients have the same size.
         optimizer: optimizer state.
         state: layer state.
-        residuals: what stays from a forward to its backward, with the stage's recomputation.
-        inputs: the stage input; as many bytes of gradient leave.
-        outputs: the stage output, 0 at the last stage; as many bytes of gradient arrive.
-        temporary: the largest scratch memory of a program; where it recomputes, what it makes again included.
-        labels: 0 but for the last stage.
+        residuals: bytes kept from a forward to its backward, with the stage's recomputation.
+        inputs: the stage input; its gradient has the same size.
+        outputs: the stage output, 0 at the last stage; its gradient has the same size.
+        temporary: the largest scratch memory of a program, including recomputed residuals.
+        labels: labels, 0 except at the last stage.
         versions: weight versions alive.
-        in_flight: n_s, microbatches between their forward and their backward.
-        waiting: stage inputs that have arrived and wait for their forward while it is busy, 0 at the first stage (see `waiting_inputs`).
+        in_flight: n_s, microbatches between forward and backward.
+        waiting: stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
     """
     kept = (versions + 1) * weights + optimizer + state
     return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
-    """How many inputs wait at most at a replica of a stage: what all replicas of the stage before have in flight, less what it has.
+    """The largest number of inputs that wait at a replica of a stage: its share of those in flight at the stage before, minus its own.
 
     Args:
         in_flight: n_s of the stage.
         replicas: r_s.
-        sent: n r of the stage before: its microbatches in flight over all its replicas; 0: there is none.
+        sent: n r of the stage before: its microbatches in flight over all its replicas; 0 at the first stage.
     """
     return np.maximum(-(-sent // replicas) - in_flight, 0)

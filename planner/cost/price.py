@@ -1,6 +1,6 @@
-"""What a plan costs in closed form, in seconds: small functions that all searches share, so that they agree.
+"""The cost of a plan in closed form, in seconds: small functions that all searches share, so that they agree.
 
-All of them take NumPy arrays as well as numbers.
+All take numbers and NumPy arrays.
 """
 
 from collections import deque
@@ -22,44 +22,44 @@ def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Numb
 
 
 def cut_seconds(size: Number, link: jpipe.Link) -> Number:
-    """The outputs of a microbatch cross a cut, or their gradients come back: each direction has its own half of the link.
+    """Seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
 
-    The latency is left out: it delays the pipeline and does not slow it down, as long as enough microbatches are in flight.
+    The latency is not included: it does not slow the pipeline down as long as enough microbatches are in flight.
     """
     return size / link.bandwidth
 
 
 def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas: Number, microbatches: Number) -> Number:
-    """Seconds per microbatch that a stage of a pipeline in steady state needs, shared by its replicas.
+    """Seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
 
-    Between two updates each replica computes M_s / r_s microbatches and updates once; the sum of the gradients is hidden behind the
-    forward and backward that follow it, and waited for as far as it takes longer than they do. With M_s = r_s that is the larger of
-    compute and all-reduce, as in PipeDream (SOSP 2019), section 3.1.
+    Per update each replica computes M_s / r_s microbatches and updates once. The sum of the gradients overlaps with the forward and
+    backward after it, and the stage waits for the rest of it. With M_s = r_s that is the larger of compute and all-reduce, as in
+    PipeDream (SOSP 2019), section 3.1.
 
     Args:
         compute: seconds of the forward and backward of one microbatch.
         update: seconds of an update.
         all_reduce: seconds to sum the gradients over the replicas.
         replicas: r_s.
-        microbatches: M_s, microbatches between two updates over all replicas.
+        microbatches: M_s, microbatches per update over all replicas.
     """
     own = microbatches / replicas
     return (own * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
 
 
 class Times(NamedTuple):
-    """Seconds of w equal pipelines side by side; the last axis counts stages, or the cuts between them.
+    """Seconds of w parallel equal pipelines; the last axis is that of the stages, or of the cuts between them.
 
     Attributes:
         forward: of one microbatch.
-        backward: of one microbatch, recomputation included.
+        backward: of one microbatch, including recomputation.
         update: of one update.
-        all_reduce: to sum the gradients over the w replicas.
+        all_reduce: of the sum of the gradients over the w replicas.
         sharing: groups of stages whose sums go through the same ports.
-        messages: until the outputs of a microbatch are sent, over the slowest of the w links; the gradients take as long.
-        latencies: from then on until they are on the other side.
-        one_way: what goes through the busiest port of a cut in one direction, for one microbatch of each pipeline.
-        both_ways: the same with the gradients that go through this port.
+        messages: to send the outputs of a microbatch over the slowest of the w links; gradients take as long.
+        latencies: from the end of sending to the arrival.
+        one_way: of the busiest port of a cut in one direction, for one microbatch of each pipeline.
+        both_ways: the same, including the gradients that go through this port.
     """
 
     forward: Any
@@ -79,23 +79,23 @@ class Times(NamedTuple):
 
     @property
     def cuts(self) -> Any:
-        """From one side of each cut to the other."""
+        """Seconds from one side of each cut to the other."""
         return self.messages + self.latencies
 
     @property
     def through(self) -> Any:
-        """A microbatch through all stages and back."""
+        """Seconds of a microbatch through all stages and back."""
         return self.own.sum(-1) + 2 * self.cuts.sum(-1)
 
     @property
     def unlinked(self) -> "Times":
-        """The same stages where messages take no time."""
+        """The same stages with messages that take no time."""
         nothing = np.zeros_like(self.messages)
         return self._replace(messages=nothing, latencies=nothing, one_way=nothing, both_ways=nothing)
 
 
 class Price(NamedTuple):
-    """Seconds of a batch in steady state; what bounds it, by its place in `BOUNDS`, and at which stage or cut."""
+    """Seconds of a batch in steady state; what limits it, as an index into `BOUNDS`, and at which stage or cut."""
 
     seconds: Any
     bound: Any
@@ -106,16 +106,16 @@ BOUNDS = ("stage {} computes", "cut {}", "sum of stage {}", "bubble")
 
 
 def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int) -> Price:
-    """1F1B without a flush: the slowest cycle of waits sets the pace.
+    """1F1B without a flush: the slowest cycle determines the speed.
 
-    A microbatch goes from stage s to stage s' and back and then leaves its place at s to another one; n_s - n_s' + 1 of them are on
-    their way round at a time. So a stage that is slow counts in full, and a slow link as well unless more are in flight. Besides, a
-    stage waits for the sum of its gradients as far as it is not hidden.
+    In a cycle from stage s to stage s' and back there are n_s - n_s' + 1 microbatches at a time, and the next one enters when one
+    returns to s. So a slow stage counts in full, and so does a slow link unless more microbatches are in flight. In addition a stage
+    waits for the part of the sum of its gradients that does not overlap.
 
     Args:
         times: of the stages and cuts.
-        microbatches: m of each pipeline between two updates; its last axis has length 1.
-        hidden: how many forward-backward pairs hide a sum, by stage.
+        microbatches: m of each pipeline per update; its last axis has length 1.
+        hidden: with how many pairs of forward and backward a sum overlaps, by stage.
         extra: extra_in_flight.
     """
     m = microbatches[..., 0]
@@ -132,15 +132,15 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
 def flush_price(times: Times, microbatches: Number) -> Price:
     """1F1B with a flush, then the sums. See `steady_price`.
 
-    A stage computes m microbatches, after the first one has come to it and before the last one has gone back. In between it waits
-    for what is behind it twice: for the first gradient, as far as the forwards that it does meanwhile do not cover that, and for the
-    last one, as far as the backwards that it still has do not. With slow links it is a cycle of waits that repeats.
+    A stage computes m microbatches between the arrival of the first one and the return of the last one. In between it waits for later
+    stages twice: for the first gradient, if its forwards until then take less time, and for the last gradient, if its remaining
+    backwards take less time. With slow links it waits in a repeating cycle.
     """
     return _flushed(times, microbatches[..., 0], lambda times: _flush_repeated(times, microbatches))
 
 
 def _flush_repeated(times: Times, microbatches: Number) -> Number:
-    """Seconds of 1F1B with a flush besides one passage."""
+    """Seconds of 1F1B with a flush, without one microbatch through all stages and back."""
     m, own = microbatches[..., 0], times.own
     depth = own.shape[-1]
     before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
@@ -161,7 +161,7 @@ def _flush_repeated(times: Times, microbatches: Number) -> Number:
 
 
 def gpipe_price(times: Times, microbatches: Number) -> Price:
-    """All forwards at the pace of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
+    """All forwards at the speed of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
 
     def repeated(times: Times) -> Number:
@@ -178,7 +178,7 @@ def naive_price(times: Times, microbatches: Number) -> Price:
 
 
 CLOSED_FORMS = {"serial": naive_price, "fill and drain": gpipe_price, "1F1B": flush_price}
-"""The price of a batch with a flush by its shape, `jpipe.schedules.Schedule.closed_form`; `walked_price` is that of any other."""
+"""The price of a batch with a flush, by `jpipe.schedules.Schedule.closed_form`; `walked_price` is for all other schedules."""
 
 Orders = tuple[tuple[tuple[str, int], ...], ...]
 """For each stage what it computes for a batch: (F, B or FB, microbatch)."""
@@ -189,12 +189,12 @@ _FEWEST_WALKED = 16  # microbatches, whatever the depth
 def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Orders]) -> Price:
     """A batch in any order, computation by computation, then the sums. See `steady_price`.
 
-    Of many microbatches as many are walked through as show how much longer each further one takes.
+    Of many microbatches it walks through only enough to know how much longer each further one takes.
 
     Args:
         times: of the stages and cuts.
         microbatches: m of each pipeline; its last axis has length 1.
-        orders: gives those of all stages for a number of microbatches.
+        orders: returns the orders of all stages for a number of microbatches.
     """
     m = microbatches[..., 0]
 
@@ -237,7 +237,7 @@ def _walk(times: Times, orders: Orders) -> float:
                 free[s, to] = max(clocks[s], free.get((s, to), 0.0)) + messages[cut]
                 arrived[to, to < s, k] = free[s, to] + latencies[cut]
                 ready.append(to)
-    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "the schedule's orders wait for each other"
+    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "the orders of the schedule deadlock"
     return max(clocks)
 
 
@@ -248,8 +248,8 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
 
     Args:
         times: of the stages and cuts.
-        microbatches: m of each pipeline between two updates; its last axis has length 1.
-        rounds: how many times as long as one microbatch per batch takes: m without a flush, m + d - 1 with, m d one after the other.
+        microbatches: m of each pipeline per update; its last axis has length 1.
+        rounds: time of a batch in microbatches of the slowest stage: m without a flush, m + d - 1 with one, m d one after the other.
     """
     moved = np.zeros(times.own.shape[-1])
     moved[1:] += times.cuts
@@ -260,15 +260,15 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
 
 
 def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Price:
-    """A batch with a flush: a sum hides behind the drain of the stages before it and the next fill.
+    """A batch with a flush: a sum overlaps with draining the earlier stages, and with the next filling.
 
-    Pipelines that start together and share ports come out of it one message apart from each other. Sums that share ports go one after
-    the other, that of the last stage first.
+    Pipelines that start together and share ports finish one message apart. Sums that share ports are done one after the other, that of
+    the last stage first.
 
     Args:
         times: of the stages and cuts.
         m: microbatches of each pipeline.
-        repeated: seconds that all of them take longer than one, for any times.
+        repeated: additional seconds of all microbatches compared with one, for any times.
     """
     drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
     drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
@@ -286,7 +286,7 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
 
 
 def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, summed: Number) -> Price:
-    """Name the slowest stage where its work is all but a tenth of the time, else the largest of the other terms."""
+    """The price, limited by the slowest stage if its work takes at least nine tenths of the time, otherwise by the largest other term."""
     computes = np.where(terms[0] >= 0.9 * seconds, np.inf, 0.0)
     bound = np.argmax(np.stack(np.broadcast_arrays(computes, *terms[1:])), 0)
     where = np.choose(bound, (slots.argmax(-1), cut, summed.argmax(-1), 0))
@@ -294,7 +294,7 @@ def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, 
 
 
 def _cycles(slots: Number, cuts: Number, extra: int) -> tuple[Number, Number]:
-    """For all s <= s': seconds from stage s to s' and back to the next forward at s, and how many microbatches do so at a time."""
+    """For all s <= s': seconds of the cycle from stage s to s' and back to the next forward at s, and how many microbatches are in it."""
     first, last = _pairs(slots.shape[-1])
     ends = np.cumsum(slots, -1)
     links = np.concatenate([[0.0], np.cumsum(cuts)])

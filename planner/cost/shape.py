@@ -1,4 +1,4 @@
-"""A plan in the numbers that a schedule reads, without layers, and what the schedule says of equal pipelines side by side."""
+"""The numbers of a plan that a schedule reads, without layers, and what the schedule says about parallel equal pipelines."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import jpipe
 
 @dataclass(frozen=True)
 class Shape:
-    """What `jpipe.schedules.Schedule` reads of a plan; cheap to make.
+    """The part of a plan that `jpipe.schedules.Schedule` reads; cheap to make.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
@@ -34,12 +34,12 @@ class Shape:
         return len(self.replicas)
 
     def microbatches_per_update(self, s: int) -> int:
-        """How many microbatches an update of stage s sees."""
+        """Microbatches per update of stage s."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
 
 class Pipelines(NamedTuple):
-    """Equal pipelines side by side that update together, without microbatches.
+    """Parallel equal pipelines that update together; their microbatches are not specified.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
@@ -54,15 +54,15 @@ class Pipelines(NamedTuple):
     extra: int
 
     def shape(self, microbatches: int) -> Shape:
-        """All of them, with so many microbatches each."""
+        """All pipelines, with `microbatches` microbatches each."""
         return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
 
 
 class Flights(NamedTuple):
-    """What a schedule says of pipelines, for some numbers of microbatches and, in the arrays, for each stage.
+    """What a schedule says about pipelines, for some numbers of microbatches and, in the arrays, for each stage.
 
     Attributes:
-        microbatches: of one pipeline; those that are legal.
+        microbatches: the legal numbers of microbatches of one pipeline.
         in_flight: n_s.
         versions: weight versions alive.
         hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
@@ -76,18 +76,18 @@ class Flights(NamedTuple):
 
 @cache
 def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
-    """Ask a schedule.
+    """What the schedule of pipelines says about them.
 
     Args:
-        pipelines: what it is to run.
-        microbatches: numbers of them for one pipeline, from small to large.
+        pipelines: the pipelines.
+        microbatches: numbers of microbatches of one pipeline, ascending.
     """
     rules, stages = jpipe.schedules.SCHEDULES[pipelines.schedule], range(pipelines.depth)
     legal: list[int] = []
     in_flight, versions, hidden = [], [], []
     for m in microbatches:
         shape = pipelines.shape(m)
-        if legal or not rules.refusal(shape):  # more microbatches than legal ones are legal
+        if legal or not rules.refusal(shape):  # if m is legal, so is every larger number
             legal.append(m)
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])
@@ -96,9 +96,9 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
 
 
 def _hidden(shape: Shape, s: int, in_flight: int) -> int:
-    """From the end of the first batch at a replica, where it has done all forwards that it may, to the one that reads the update."""
+    """How many forwards a replica can do after the first batch before one reads the update, after all forwards that it may do earlier."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
-    if rules.flushes or replicas == 1:  # nothing hides, or there is no sum
+    if rules.flushes or replicas == 1:  # no sum overlaps, or there is none
         return 1
     done, most = shape.microbatches // replicas - 1 + in_flight, 1
     while not rules.version(shape, s, (done + most) * replicas):
@@ -108,7 +108,7 @@ def _hidden(shape: Shape, s: int, in_flight: int) -> int:
 
 @lru_cache(maxsize=64)
 def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """For each stage of one of the pipelines what it computes for a batch: (op, microbatch), counted from 0 without gaps."""
+    """For each stage of one of the pipelines its computations of a batch: (op, microbatch), counted from 0 without gaps."""
     shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
     orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
     return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

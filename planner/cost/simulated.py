@@ -9,20 +9,20 @@ import jpipe
 from planner.cost.bound import computing_seconds, port_seconds, unhindered_seconds
 from planner.machine.topology import Topology
 
-MOST_FORWARDS = 100_000  # of a simulation: some seconds
-BATCHES = 4  # of a window at least, from a pipeline that is full, where it is not flushed
-MICROBATCHES = 24  # of each worker in it at least: where workers share links what repeats is longer than a batch
+MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
+BATCHES = 4  # least number in a window, if the schedule does not flush
+MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation of some batches in steady state says.
+    """The result of a simulation of some batches in steady state.
 
     Attributes:
-        batch_seconds: of one batch.
+        batch_seconds: seconds per batch.
         bubble: share of the workers' time in which they do not compute.
-        peak_bytes: for each worker the most bytes at a time while a computation runs, what it makes and its temporaries included.
-        sent_bytes: for each worker what it sends, a batch.
+        peak_bytes: for each worker the peak bytes during a computation, including its results and temporaries.
+        sent_bytes: for each worker the bytes that it sends per batch.
     """
 
     batch_seconds: float
@@ -32,16 +32,16 @@ class Simulated:
 
 
 def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, clips: bool = False) -> Simulated | None:
-    """Simulate a plan on a topology, worker w on its device w, or as the plan's `keep_together` says.
+    """Simulate a plan on a topology, with worker w on device w, or placed by the plan's `keep_together`.
 
     Args:
-        plan: what to run.
-        costs: of its stages, as from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links; where workers share cores, time is stretched while more of them compute than there are cores.
+        plan: the plan.
+        costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
+        topology: the links; if workers share cores, time is stretched while more workers compute than there are cores.
         clips: whether updates wait for the norm of all stages' gradients.
 
     Returns:
-        None where it would take longer than some seconds.
+        None if the simulation would take more than some seconds.
     """
     if forwards(plan) > MOST_FORWARDS:
         return None
@@ -63,18 +63,18 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topol
 
 
 def forwards(plan: jpipe.Plan) -> int:
-    """How many forwards a simulation has, which says how long it takes."""
+    """The number of forwards in a simulation, which determines how long it takes."""
     return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """The link between any two workers of a plan, where they are placed."""
+    """The link between any two workers of a plan, according to their placement."""
     place = places(plan)
     return lambda source, target: topology.link(place[source], place[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Seconds of a batch of the window: the mean over the workers, for with links that they share each of them comes to it irregularly."""
+    """Seconds per batch in the window: the mean over the workers, because workers that share links begin batches irregularly."""
     first, batches = window(plan)
     found = []
     for (s, _), row in zip(plan.workers, timeline, strict=True):
@@ -85,9 +85,9 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """The first batch of the window that is simulated, where the pipeline is in steady state, and how many batches it has."""
+    """The first batch of the simulated window, at which the pipeline is in steady state, and its number of batches."""
     most = max(plan.replicas)
-    late = 1 if most > 1 else 0  # hidden sums take longer to settle
+    late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
         return 1 + late, 2  # nearly all batches do the same
     return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
@@ -101,7 +101,7 @@ def places(plan: jpipe.Plan) -> tuple[int, ...]:
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """How long it takes when those that compute at a time share the cores evenly: all slow down by the same factor, and the order stays."""
+    """Seconds if workers that compute at the same time share the cores evenly: all slow down by the same factor; the order is kept."""
     if cores is None or len(timeline) <= cores:
         return seconds
     spans = [(span.start, span.end) for row in timeline for span in row]

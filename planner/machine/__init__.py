@@ -1,1 +1,1 @@
-"""The machine: a topology from YAML, or measured on the devices at hand."""
+"""The machine: a topology from YAML, or measured on this machine."""

@@ -1,4 +1,4 @@
-"""The machine at hand as a topology: its devices, and the links between them measured by timing a pipeline that computes nothing."""
+"""This machine as a topology: its devices, and the links between them, measured with a pipeline that computes nothing."""
 
 import math
 import os
@@ -16,19 +16,19 @@ from planner.machine.topology import Topology
 
 SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
 STEPS = 30
-_WIDE = 768  # of the matrices that are multiplied: some milliseconds
+_WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
 def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topology:
-    """Measure the links between the devices of this run, those of other processes included; all processes call it.
+    """Measure the links between the devices of this run, including those of other processes; all processes call it.
 
     Args:
-        workers: how many there are to be; by default one on each device.
-        dispatch: seconds that starting one computation takes, which are no part of a link (`Profile.dispatch`).
+        workers: number of workers; by default one on each device.
+        dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
 
     Returns:
-        One level of equal links; without a second device they are free. On CPUs the workers share the memory, and the cores as far
-        as programs on several devices slow each other down.
+        One level of equal links, which take no time if there is only one device. On CPUs the workers share the memory, and the cores if
+        programs on several devices slow each other down.
     """
     devices = jax.devices()
     device, count = devices[0], workers or len(devices)
@@ -45,7 +45,7 @@ def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topo
 
 
 def host_memory() -> float:
-    """Bytes of memory of this machine; infinite where the system does not say."""
+    """Bytes of memory of this machine; infinite if the system does not report it."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
@@ -53,15 +53,15 @@ def host_memory() -> float:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use; fewer than the machine has where it is pinned to some."""
+    """How many cores this process may use: fewer than the machine has if it is pinned to some."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not every system can pin
+    except AttributeError:  # not available on every system
         return os.cpu_count() or 1
 
 
 def _at_once(devices: Sequence[jax.Device]) -> float:
-    """How many devices compute at the same time as fast as one alone, found with a product of matrices on one and on all."""
+    """How many devices can compute at the same time as fast as one alone, measured with a matrix product on one device and on all."""
     if jax.process_count() > 1:
         # each may be pinned to some cores, which are not those that all of them have
         return max((os.cpu_count() or 1) / len(jax.local_devices()), 1.0)
@@ -83,7 +83,7 @@ def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _hop_seconds(elements: int, dispatch: float) -> float:
-    """Seconds that a message of so many elements takes to the next of the stages: one on two devices, or one in every process."""
+    """Seconds of a message of `elements` elements to the next stage; the stages are on two devices, or one in every process."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     devices = [first[process] for process in sorted(first)] if len(first) > 1 else jax.devices()[:2]
     if len(devices) == 1:

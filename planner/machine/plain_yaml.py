@@ -1,4 +1,4 @@
-"""YAML as people mean it, and nothing that could do harm: plain data, each key once, no value that can be read in two ways."""
+"""Safe, unambiguous YAML: plain data, each key once, and no value that YAML versions read differently."""
 
 import math
 import re
@@ -10,10 +10,10 @@ from jpipe import InputError
 
 
 def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
-    """YAML to plain data; `1e-3` is a number, and a key given twice or a value that can be read in two ways (`010`, `yes`) an error.
+    """YAML to plain data. `1e-3` is a number; a key given twice, or a value that can be read in two ways (`010`, `yes`), is an error.
 
     Raises:
-        InputError: text that is not YAML, with line and column, or more than 20,000 values; it ends in `remedy`.
+        InputError: the text is not such YAML (with line and column), or has more than 20,000 values; the message ends with `remedy`.
     """
     try:
         return _Loader(text).get_single_data()
@@ -31,12 +31,12 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
 
 
 def dump(data: Any) -> str:
-    """Plain data as YAML that `parse` reads as it was: text that would be a number stays text, and nothing is an alias."""
+    """Plain data as YAML that `parse` reads back unchanged: text that looks like a number is quoted, and there are no aliases."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader (plain data only), refusing anchors, aliases (a few make gigabytes), tags, and what may be misunderstood."""
+    """PyYAML's safe loader (plain data only), without anchors, aliases (a few can make gigabytes), tags and ambiguous values."""
 
     _depth = _values = 0
 
@@ -75,7 +75,7 @@ _MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no 
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
-    """Whether YAML 1.1, which PyYAML follows, makes of a word without quotes what few expect, and YAML 1.2 something else.
+    """Whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way, and YAML 1.2 reads it differently.
 
     `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
     """
@@ -89,7 +89,7 @@ def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """A number, unless it is one that would become infinite or that no array can hold."""
+    """A number, unless it would be infinite or does not fit into an array."""
     whole = node.tag.endswith(":int")
     try:
         number = loader.construct_yaml_int(node) if whole else loader.construct_yaml_float(node)
@@ -105,13 +105,13 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which knows what `_Loader` takes for a number."""
+    """PyYAML's safe dumper, with the numbers that `_Loader` recognizes."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-# YAML 1.1 reads `1e-3` and `-.5` as text; everyone means the number.
+# YAML 1.1 reads `1e-3` and `-.5` as text, but users mean numbers.
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
 for _reader_or_writer in (_Loader, _Dumper):
     _reader_or_writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))

@@ -1,4 +1,4 @@
-"""Where a model is to run, as data: workers joined level by level, each level slower than the one inside it, and what one device can do."""
+"""A topology as data: workers joined level by level, each level slower than the one inside it, and the figures of a device."""
 
 import math
 import re
@@ -37,7 +37,7 @@ _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 
 
 def _in(unit: str) -> BeforeValidator:
-    """Take a number, or text with a unit: `25 Gbit/s` where bytes per second are wanted."""
+    """Read a number, or text with a unit, such as `25 Gbit/s` for bytes per second."""
     units, example = _UNITS[unit]
 
     def convert(value: Any) -> Any:
@@ -70,7 +70,7 @@ def _number(text: str, value: str, example: str) -> float:
 
 
 def _possible(value: float) -> float:
-    """Refuse what makes times infinite, or zero: no link or device is like that."""
+    """Refuse numbers that make times infinite or zero."""
     if not 1e-3 <= value <= 1e30:
         raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
     return value
@@ -91,14 +91,14 @@ class _Data(pydantic.BaseModel):
 
 
 class Level(_Data):
-    """`count` components of the level inside (single workers at the innermost) joined by links.
+    """`count` components of the level inside (single workers at the innermost level) joined by links.
 
     Attributes:
-        count: how many components one of this level joins.
-        bandwidth: bytes per second that a component sends to the others of its level, and as many that it receives, all its workers
-            together; a number, or text such as `25 Gbit/s`.
+        count: number of components.
+        bandwidth: bytes per second that a component, with all its workers, sends to the others of its level; it receives as many at
+            the same time. A number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
-        name: for people: `NVLink`, `Ethernet`.
+        name: a name to show, such as `NVLink` or `Ethernet`.
     """
 
     count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
@@ -111,9 +111,9 @@ class Device(_Data):
     """One worker's device.
 
     Attributes:
-        name: what it is called.
+        name: a name to show.
         memory: bytes; None: not limited.
-        flops: operations a second at best, by dtype; for analytic profiles.
+        flops: peak operations per second, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
     """
@@ -134,18 +134,18 @@ class Device(_Data):
 
 
 class Topology(_Data):
-    """Levels from the innermost to the outermost; workers are numbered innermost first, so that 0 .. levels[0].count - 1 share one.
+    """The levels of a machine, innermost first. Workers are numbered from the innermost level: 0 .. levels[0].count - 1 share one.
 
     Attributes:
         format: "jpipe-topology/1".
-        name: for people.
+        name: a name to show.
         levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: of every worker.
-        cores: how many workers compute at the same time without slowing each other down, where they share the cores of a CPU; more
-            of them share that evenly. None: all.
+        device: the device of every worker.
+        cores: how many workers can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
+            number of workers shares them evenly. None: all.
 
     Raises:
-        InputError: any part that is wrong, with what was expected.
+        InputError: a part is wrong; the message says what was expected.
     """
 
     format: Literal["jpipe-topology/1"] = "jpipe-topology/1"
@@ -177,13 +177,13 @@ class Topology(_Data):
         return math.prod(level.count for level in self.levels)
 
     def level(self, first: int, last: int) -> int:
-        """The highest level that a message between the workers `first` and `last` crosses, 0 the innermost; -1 within one worker."""
+        """The highest level that a message between the workers `first` and `last` crosses; 0 is the innermost, -1 a single worker."""
         if first == last:
             return -1
         return next(k for k, size in enumerate(self.sizes) if first // size == last // size)
 
     def link(self, source: int, target: int) -> jpipe.Link:
-        """What a message from one worker to another one crosses; its ports are shared by the workers of a component."""
+        """The link from one worker to another; the workers of a component share its ports."""
         k = self.level(source, target)
         inside = self.sizes[k - 1] if k > 0 else 1
         ports = (("out", k, source // inside), ("in", k, target // inside))
@@ -191,7 +191,7 @@ class Topology(_Data):
 
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
-        """`count` workers, each joined with each."""
+        """`count` workers, with links between all of them."""
         return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
 
     @classmethod
@@ -200,10 +200,10 @@ class Topology(_Data):
 
         Args:
             text: YAML, as in `configs/topologies/`.
-            where: names the source (a file, say) in error messages.
+            where: the source, such as a file name, for error messages.
 
         Raises:
-            InputError: no YAML (with line and column), not a topology, or numbers that cannot be.
+            InputError: the text is not YAML (with line and column), not a topology, or has impossible numbers.
         """
         data = parse(text, where)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
