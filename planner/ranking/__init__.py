@@ -1,1 +1,1 @@
-"""From candidates to a ranking: what is simulated, and the ranking as a table and a picture."""
+"""From candidates to a ranking: which plans are simulated, and the ranking as a table and a picture."""

@@ -1,4 +1,4 @@
-"""From many candidates to a ranking: those that can be the fastest are simulated (`race`), the others are ranked by their bound."""
+"""From many candidates to a ranking: those that could be the fastest are simulated (`race`), the others are ranked by their bound."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from planner.search.candidate import Candidate
 from planner.search.candidates import closed_form
 
 SIMULATED = 10  # kinds at least
-_EQUAL = 0.005  # share by which plans that are equally fast may differ
-_DIFFERENT = 0.1  # between closed form and simulation
+_EQUAL = 0.005  # relative difference up to which plans count as equally fast
+_DIFFERENT = 0.1  # relative difference of closed form and simulation that is explained
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,10 @@ class Ranked:
     """A candidate with its simulation.
 
     Attributes:
-        candidate: with the closed form.
-        simulated: None where that would take long, or where the bound says that it is not the fastest.
-        why: what makes the simulation differ from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; "" where
-            it does not.
-        least: seconds of a batch that no simulation can be below, where that is why it was not simulated; else 0.
+        candidate: the candidate, priced in closed form.
+        simulated: its simulation; None if that would take too long, or if by its bound it is not the fastest.
+        why: why the simulation differs from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; otherwise "".
+        least: lower bound on the seconds of a batch, if it was not simulated because of this bound; otherwise 0.
     """
 
     candidate: Candidate
@@ -37,12 +36,12 @@ class Ranked:
 
     @property
     def seconds(self) -> float:
-        """Of a batch, as simulated if it was; else in closed form, or the bound where that is longer."""
+        """Seconds per batch: simulated, or otherwise the longer of closed form and bound."""
         return max(self.candidate.seconds, self.least) if self.simulated is None else self.simulated.batch_seconds
 
     @property
     def most(self) -> float:
-        """Rows per second that it can have at most, where it was not simulated for that; else infinity."""
+        """Upper bound on the rows per second, if it was not simulated because of this bound; otherwise infinity."""
         return self.candidate.batch / self.least if self.least else math.inf
 
     @property
@@ -52,7 +51,7 @@ class Ranked:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Bytes that a worker of each stage holds at most."""
+        """Peak bytes of a worker of each stage."""
         if self.simulated is None:
             return self.candidate.memory
         peaks, first = self.simulated.peak_bytes, 0
@@ -65,17 +64,17 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Choice:
-    """What there is to choose from.
+    """A ranking of plans.
 
     Attributes:
-        profile: of the model.
-        topology: of the machines.
-        ranked: the best of each kind that fit, the fastest first; a kind is a schedule, the replicas of each stage, and what is kept
+        profile: the profile of the model.
+        topology: the topology.
+        ranked: the best plan of each kind that fits, fastest first; a kind is a schedule, the replicas of each stage, and what is kept
             together.
-        rejected: the best of each kind that does not fit, the one that lacks least first.
-        considered: how many candidates there were.
+        rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
+        considered: the number of candidates.
         clips: whether gradients are clipped by their norm over all stages.
-        open: how many candidates might be faster than the first one, for simulating them all would take too long.
+        open: how many candidates could be faster than the first one, because simulating them all would take too long.
     """
 
     profile: Profile
@@ -87,7 +86,7 @@ class Choice:
     open: int = 0
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
-        """The plan of one of them, with what is predicted of it."""
+        """The plan of a ranked candidate, with its prediction."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
         predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
@@ -102,19 +101,18 @@ def choose(
     clips: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
-    """Rank candidates: simulate those that fit, in the order of what they can reach at most, until no other one can be the fastest.
+    """Rank candidates: simulate those that fit, in the order of their bounds, until no other one can be the fastest.
 
-    The first one is then the fastest of all candidates, to the half percent that simulations can distinguish. Where the simulation finds
-    one too large, smaller ones of its kind are tried. Where all simulations would take too long, the remaining candidates keep their
-    price in closed form.
+    The first one is then the fastest of all candidates, to half a percent. If the simulation of a candidate finds too little memory,
+    smaller ones of its kind are tried. If all simulations would take too long, the remaining candidates keep their price in closed form.
 
     Args:
-        profile: of the model.
-        topology: what they run on.
-        candidates: of any schedules, priced in the same way.
+        profile: the profile of the model.
+        topology: the topology.
+        candidates: candidates of any schedules, priced in the same way.
         most: how many kinds to simulate at least, so that a table can show them.
         clips: whether gradients are clipped by their norm over all stages, for which updates wait.
-        tried: those that were simulated before; is added to.
+        tried: results of earlier simulations; new ones are added.
     """
     tried = {} if tried is None else tried
     everything = sorted(candidates, key=lambda candidate: candidate.rank)
@@ -141,7 +139,7 @@ def choose(
 
 
 def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
-    """The best of each kind by closed form and bound."""
+    """The best candidate of each kind, by closed form and bound."""
     best: dict[tuple[object, ...], Ranked] = {}
     for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
         best.setdefault(one.candidate.kind, one)
@@ -149,7 +147,7 @@ def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
 
 
 def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
-    """Those of its kind that come after it and need less memory."""
+    """Lower-ranked candidates of its kind that need less memory."""
     return [
         other
         for other in others
@@ -158,7 +156,7 @@ def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Cand
 
 
 def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """The fastest first; those that are as fast as the first of them to the precision of a prediction are ranked by their other merits."""
+    """Fastest first; candidates that are equally fast, within `_EQUAL`, are ranked by their other properties."""
     left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     found: list[Ranked] = []
     while left:
@@ -178,7 +176,7 @@ def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
-    """The candidate as one that does not fit, by what the simulation says."""
+    """The candidate marked as one that does not fit, with the memory of the simulation."""
     worst = max(range(len(memory)), key=lambda s: memory[s])
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
@@ -189,13 +187,13 @@ def _simulated(profile: Profile, topology: Topology, candidate: Candidate, clips
 
 
 def _explained(profile: Profile, topology: Topology, one: Ranked, clips: bool) -> Ranked:
-    """The same with the reason for a simulation that differs from the closed form."""
+    """The same with the reason why the simulation differs from the closed form, if it does."""
     differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
     return dataclasses.replace(one, why=_why(profile, topology, one.candidate, clips)) if differs and not one.why else one
 
 
 def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> str:
-    """What to take out for closed form and simulation to agree: links, or of these only the sums, or else what makes stages uneven."""
+    """What must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
     unlinked = _without_links(topology)
     if _agree(profile, unlinked, candidate, clips):
         layers = tuple([layer.model_copy(update={"weights": 0}) for layer in profile.layers])
@@ -205,13 +203,13 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool
 
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> bool:
-    """Whether closed form and simulation do, where layers or links cost something else."""
+    """Whether closed form and simulation agree, with other costs of layers or links."""
     found = _simulated(profile, topology, candidate, clips)
     return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
-    """The profile with as much to compute for each worker of the candidate: a stage's share goes by its replicas."""
+    """The profile with equal work for each worker of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
         share = replicas / candidate.workers / (end - start)

@@ -1,4 +1,4 @@
-"""The memory of a plan from its own compiled stages, in place of the sum over layers."""
+"""The memory of a plan from its compiled stages, instead of the sum over layers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from planner.ranking.choose import Choice, Ranked
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA says of a plan's stages.
+    """The memory of a plan's compiled stages.
 
     Attributes:
-        ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA gives its programs.
-        estimated: bytes of each stage by the closed form, from the profile.
-        lacking: bytes that the worst stage lacks, at most 0 where the plan fits; None where memory is not limited.
+        ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
+        estimated: bytes of each stage in closed form, from the profile.
+        lacking: the most bytes that a stage lacks, 0 or less if the plan fits; None if memory is not limited.
     """
 
     ranked: Ranked
@@ -29,7 +29,7 @@ class Compiled:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """For each stage, by what share the estimate was too high (above 0) or too low."""
+        """The relative error of the estimate for each stage; above 0 if it was too high."""
         return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
@@ -39,14 +39,14 @@ class Compiled:
 
 
 def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device) -> Compiled:
-    """Compile the stages of a plan for a device at hand, run nothing, and simulate it again with what is known then.
+    """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
     Args:
-        choice: where the plan comes from.
+        choice: the ranking from which the plan comes.
         ranked: the plan.
-        pipe: of that plan.
+        pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
-        device: to compile for; on another kind of device than that of the topology the scratch memory is that of this kind.
+        device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
     """
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     times = choice.profile.stage_costs(plan, ranked.candidate.rows)
@@ -55,18 +55,18 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.clips))
-    if exact.simulated is None:  # too long to simulate: the closed form, of the exact bytes
+    if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
 
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Bytes that a worker of each stage holds at most, in a pipeline whose stages are about equally fast."""
+    """Peak bytes of a worker of each stage, in a pipeline whose stages are about equally fast."""
     rules, found = jpipe.schedules.SCHEDULES[plan.schedule], []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
-        fused = rules.fuses(plan, s)  # what stays until the backward is scratch memory of the one program
+        fused = rules.fuses(plan, s)  # residuals are scratch memory of the one program
         found.append(
             stage_bytes(
                 weights=cost.weights,

@@ -1,4 +1,4 @@
-"""The candidates as a picture: predicted throughput against memory, and how even the stages of the chosen plan are."""
+"""The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that colour-blind readers can distinguish, and marks, for the schedules in the order of the registry; then they repeat.
+# Colours that colour-blind readers can distinguish, and markers, for the schedules in the order of the registry; then they repeat.
 _LOOKS = (
     ("#8C8C8C", "v"),
     ("#F0A830", "s"),
@@ -33,10 +33,10 @@ def draw_choice(
     """Draw all candidates, the chosen one ringed, and the time of each of its stages.
 
     Args:
-        choice: with the limit of memory, drawn as a line.
-        candidates: all that were considered; those that do not fit are pale.
-        chosen: the plan to look at.
-        known: of some candidates, what simulating or compiling said, which counts in place of the estimate.
+        choice: the ranking, with the limit of memory, drawn as a line.
+        candidates: all candidates; those that do not fit are pale.
+        chosen: the chosen plan.
+        known: results of simulating or compiling some candidates, which replace the estimates.
     """
     from matplotlib.figure import Figure
 
@@ -83,7 +83,7 @@ def _draw_candidates(
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.tick_params(labelsize=8)
-    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # room for the ring
+    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # space for the ring
     axes.set_xlabel("most memory of a worker", fontsize=9)
     axes.set_ylabel("samples per second, in closed form", fontsize=9)
     axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)

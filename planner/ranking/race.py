@@ -1,4 +1,4 @@
-"""Which candidates to simulate: the one that can reach most comes first, until what was simulated beats all that the others can reach."""
+"""Decides which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
 
 import heapq
 import math
@@ -13,26 +13,26 @@ from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.candidate import Candidate
 
-SLACK = 0.005  # share by which one that is not simulated might be faster than the fastest; plans so near count as equally fast
+SLACK = 0.005  # relative amount by which one that is not simulated might be faster; within it plans count as equally fast
 MOST_SIMULATED = 40
-MOST_IN_ALL = 80_000  # forwards of all simulations, and what bounds cost besides in forwards: some ten seconds
-_FOR_SHOW = 0.25  # share of it after which only those that might win are simulated
+MOST_IN_ALL = 80_000  # forwards of all simulations, with the cost of bounds in forwards: some ten seconds
+_FOR_SHOW = 0.25  # share of it after which only candidates that could win are simulated
 _FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
-_OF_A_KIND = 0.05  # share by which a bound has to beat the best of its kind, where the kind cannot win
+_OF_A_KIND = 0.05  # relative amount by which a bound has to beat the best of its kind, if the kind cannot win
 
 
 _Bound = Callable[[jpipe.Plan, Sequence[jpipe.programs.StageCost], Topology], float]
 
 
 class Outcome(NamedTuple):
-    """What a simulation says: seconds of a batch, and whether the plan fits."""
+    """The result of a simulation: seconds per batch, and whether the plan fits."""
 
     seconds: float
     fits: bool
 
 
 class _Entry(NamedTuple):
-    """A candidate in the queue: what can have the fewest seconds per row comes first, of equal ones the better rank."""
+    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by rank."""
 
     a_row: float
     place: int  # by rank
@@ -43,10 +43,10 @@ class Race:
     """A race of candidates.
 
     Attributes:
-        finished: those that were simulated and fit.
-        too_large: those that were simulated and do not fit.
-        left: those that were not simulated, with the seconds that a batch of each takes at least.
-        open: how many of those might be faster than the fastest that was simulated, for there was no time to know.
+        finished: candidates that were simulated and fit.
+        too_large: candidates that were simulated and do not fit.
+        left: candidates that were not simulated, with lower bounds on their seconds per batch.
+        open: how many of those left could be faster than the fastest simulated one, because the limit was reached.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Race:
         known: Mapping[Candidate, Outcome],
         kinds: int,
     ) -> None:
-        """Simulate until no other candidate can be the fastest and so many kinds are simulated, or it takes too long.
+        """Simulate until no other candidate can be the fastest and `kinds` kinds are simulated, or until the limit is reached.
 
         Args:
-            profile: of the model.
-            topology: of the machines.
-            candidates: sorted by rank.
-            simulate: runs one.
-            known: outcomes that are there already.
-            kinds: how many of them, one each, to have something to compare with.
+            profile: the profile of the model.
+            topology: the topology.
+            candidates: candidates, sorted by rank.
+            simulate: simulates one candidate.
+            known: outcomes of earlier simulations.
+            kinds: of how many kinds to simulate one candidate, for comparison.
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
@@ -75,7 +75,7 @@ class Race:
         self._fastest = math.inf  # seconds per row
         self._of_kind: dict[tuple[object, ...], float] = {}
         self._planned = lru_cache(maxsize=256)(self._plan)
-        # the best by closed form runs first, for others to be measured by
+        # The best candidate by closed form is simulated first, as a reference for the others.
         self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
@@ -89,14 +89,14 @@ class Race:
         self.open = sum(entry.a_row * (1 + SLACK) < self._fastest for entry in rest)
 
     def _is_news(self, entry: _Entry, kinds: int) -> bool:
-        """Whether a candidate that cannot be the fastest is of a kind that is to be shown and of which none that is as fast is known."""
+        """Whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
         best = self._of_kind.get(self._candidates[entry.place].kind)
         if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
             return False
         return best is None or entry.a_row * (1 + _OF_A_KIND) < best
 
     def _go_on(self, entry: _Entry) -> None:
-        """Find the next bound of a candidate, or simulate it where all of them are known."""
+        """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
         candidate = self._candidates[entry.place]
         outcome = self._known.get(candidate)
         if outcome is None and entry.bounds < len(_BOUNDS):
@@ -148,4 +148,4 @@ _BOUNDS: tuple[tuple[_Bound, Callable[[jpipe.Plan], int]], ...] = (
     (_port, lambda plan: len(plan.workers) // _FREE_WORKERS),
     (_unhindered, lambda plan: min(forwards(plan), MOST_FORWARDS) // _FREE_FORWARDS),
 )
-"""The ones that are found quickly first, with what they cost."""
+"""The bounds, cheapest first, with their costs."""

@@ -1,4 +1,4 @@
-"""The ranking in words: a row a candidate, and why others were rejected."""
+"""The ranking as text: one row per candidate, and why others were rejected."""
 
 from collections.abc import Sequence
 
@@ -13,31 +13,31 @@ HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "si
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """The first `most` that fit, one below the other; see `HEAD` for the columns."""
+    """Rows for the first `most` plans that fit; see `HEAD` for the columns."""
     return [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
 
 
 def how_known(choice: Choice, most: int) -> str:
-    """What the signs of the first rows mean where no simulation was made, for the end of a sentence."""
+    """The meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
     left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
-    bounded = "; ≤: not simulated, for it cannot be faster than that" if any(ranked.least for ranked in left) else ""
-    return bounded + ("; –: too long to simulate, closed form alone" if any(not ranked.least for ranked in left) else "")
+    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in left) else ""
+    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in left) else "")
 
 
 def shape(candidate: Candidate) -> str:
-    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with replicas of their own."""
+    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas."""
     if len(set(candidate.replicas)) > 1:
         return "·".join(map(str, candidate.replicas))
     return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
 
 
 def recomputation(policies: Sequence[str]) -> str:
-    """`none`, or `none, full` where the stages differ."""
+    """`none`, or `none, full` if the stages differ."""
     return ", ".join(dict.fromkeys(policies))
 
 
 def schedule(candidate: Candidate) -> str:
-    """The schedule with what else the plan says of it."""
+    """The schedule with its options in the plan."""
     if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -52,12 +52,12 @@ def name(candidate: Candidate) -> str:
 
 
 def links(topology: Topology) -> str:
-    """The links of equal workers, and how many of them compute at a time, for a sentence."""
+    """The links of equal workers, and how many of them can compute at a time, for a sentence."""
     level = topology.levels[0]
     if topology.num_workers == 1:
         return "one worker, no links"
     cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_workers} workers compute at full speed at a time"
-    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us a message{cores}"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}"
 
 
 def size(count: int | float) -> str:
@@ -80,7 +80,7 @@ def rows_of(count: int) -> str:
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
-    """A line for each kind of plan that does not fit by its estimate, the one that lacks least first."""
+    """A line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
     limit = choice.topology.device.memory or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
@@ -91,7 +91,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """Of a model that fits nowhere: by how much, at which stage, and what to change that was not tried: recomputation always was."""
+    """For a model that fits nowhere: how much is lacking, at which stage, and what to change; recomputation was always tried."""
     limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
     least, workers = min(choice.profile.sizes), choice.topology.num_workers
@@ -111,7 +111,7 @@ def what_would_fit(choice: Choice) -> list[str]:
 
 
 def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
-    """Bytes of each stage that no microbatch size changes: weight versions, gradients and optimizer."""
+    """Bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
     plan = candidate.plan(profile.ids)
     layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
     found = []

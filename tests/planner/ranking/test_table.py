@@ -47,8 +47,8 @@ def test_one_stage_is_no_stages():
 
 def test_links_are_told_with_their_units():
     level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
-    assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us a message"
-    shared = "links of 2.5 GB/s, 30 us a message; 1.8 of 4 workers compute at full speed at a time"
+    assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message"
+    shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 workers compute at full speed at a time"
     assert table.links(Topology(levels=(level,), cores=1.8)) == shared
     assert table.links(Topology(levels=(level | {"count": 1},))) == "one worker, no links"
 
