@@ -136,7 +136,7 @@ class Pipeline:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that are not there; parameters that the model does not have, or of
+            InputError: as `check`; a key of another kind; devices that do not exist; parameters that the model does not have, or of
                 another shape or dtype.
         """
         key = as_key(key)

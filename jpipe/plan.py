@@ -386,7 +386,7 @@ def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
     """The JSON object in a text, if its key `format` says that it is what is expected.
 
     Args:
-        text: somebody's; a key that is there twice gets a value that no field takes.
+        text: somebody's; a key that occurs twice gets a value that no field takes.
         expected: the format, such as "jpipe-plan/1".
         where: names the source (a file, say) in error messages.
 
@@ -412,13 +412,13 @@ def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
 
 
 class _Twice:
-    """What JSON says of a key that is there twice. No field takes it, so that it is refused in its place."""
+    """What JSON says of a key that occurs twice. No field takes it, so that it is refused in its place."""
 
     def __repr__(self) -> str:
         return "the key twice"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; of a key that is there twice, `json` by itself silently takes the last."""
+    """A JSON object as a dict; of a key that occurs twice, `json` by itself silently takes the last."""
     times = Counter(key for key, _ in pairs)
     return {key: value if times[key] == 1 else _Twice() for key, value in pairs}

@@ -192,7 +192,7 @@ def configs(
     Args:
         words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
         to: The folder that gets the folders configs and examples.
-        overwrite: Replace files that are there and differ.
+        overwrite: Replace existing files that differ.
     """
     from jpipe import InputError
     from jpipe.files import expanded

@@ -145,7 +145,7 @@ def _wait(happened: Callable[[], object], process: Popen[bytes]) -> bool:
 
 
 def _started(launcher: int) -> list[int] | None:
-    """The process ids by the number of the process; None: not all are there."""
+    """The process ids by the number of the process; None: not all have started."""
     found = {}
     try:
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():

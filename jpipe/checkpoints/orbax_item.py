@@ -165,7 +165,7 @@ def _nested(leaves: Mapping[_Names, Any]) -> dict[str, Tree]:
             if not isinstance(inner, dict):
                 raise TypeError(f"'{'/'.join(names)}' is inside an array")
         if inner.setdefault(last, {} if leaf is None else leaf) is not leaf and leaf is not None:
-            raise ValueError(f"'{'/'.join(names)}' is there twice")
+            raise ValueError(f"'{'/'.join(names)}' occurs twice")
     return tree
 
 

@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         if len(mapping) < len(node.value):
             keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
             second = next(node.value[i][0] for i, key in enumerate(keys) if key in keys[:i])
-            raise yaml.constructor.ConstructorError(problem=f"the key '{second.value}' is there twice", problem_mark=second.start_mark)
+            raise yaml.constructor.ConstructorError(problem=f"the key '{second.value}' occurs twice", problem_mark=second.start_mark)
         return mapping
 
 

@@ -1,1 +1,1 @@
-"""What a model costs, layer by layer: measured, computed, or read from PipeDream's files."""
+"""The costs of a model, layer by layer: measured, computed, or read from PipeDream's files."""

@@ -1,4 +1,4 @@
-"""The analytic profile: what a model costs on a device that need not be there, from XLA's analysis and the device's figures."""
+"""The analytic profile: the costs of a model on any device, from XLA's analysis and the device's figures."""
 
 import math
 import os
@@ -35,22 +35,22 @@ def analyze(
 ) -> Profile:
     """Profile a model for a device, without allocating it.
 
-    A program takes as long as its FLOPs at `device.flops` times `device.efficiency`, or as its memory traffic at
-    `device.memory_bandwidth`, whichever is longer. FLOPs are those that XLA counts before it optimizes, and those of further turns of
-    scans; of a while loop one turn is counted. Traffic is what has to move whatever is fused: weights, inputs, outputs, residuals,
-    gradients, optimizer state, each once. Temporaries are those of forward and backward compiled here, at the smallest and the largest
-    size, and a straight line between; an update is taken to need none, as where all of it is fused.
-    What a GPU loses with few rows is not known here: where the smallest microbatches look best, measure.
+    The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
+    `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
+    scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
+    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward at the smallest and the
+    largest size, interpolated linearly; an update is assumed to need none. The profile does not know that GPUs are slow with few rows:
+    if the smallest microbatches look best, use a measured profile.
 
     Args:
         stack: the model.
-        batch: `rows -> (inputs, labels)`: what a microbatch of so many rows looks like.
+        batch: `rows -> (inputs, labels)`, shapes and dtypes of a microbatch of that many rows.
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
-        device: its FLOP/s, for dtypes that the layers compute in; one of another 16-bit or 32-bit dtype will do.
-        policies: the recomputation policies whose residuals are wanted.
-        progress: called with the parts of the work that are done, and their number.
+        device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
+        policies: the recomputation policies for which residuals are counted.
+        progress: called with the number of finished parts of the work, and their total number.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
@@ -75,7 +75,7 @@ def analyze(
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
-    """The bytes that each program has to read or write."""
+    """The bytes that each program must read or write."""
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
         "backward": cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators,
@@ -88,7 +88,7 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec) -> float:
-    """FLOP/s for the dtype that comes into the layer, or, where only whole numbers do, that comes out."""
+    """FLOP/s for the dtype of the layer's inputs, or of its outputs if all inputs are integers."""
     floats = [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not device.flops:
         raise InputError(
@@ -110,13 +110,13 @@ def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]
     """Scratch bytes of forward or backward, whichever needs more, at each size."""
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
     keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles outside Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
         found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
     at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
     return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:
-    """The scratch memory of a program; 0 where the backend does not say."""
+    """The scratch memory of a program; 0 if the backend does not report it."""
     analysis = program.memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes

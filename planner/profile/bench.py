@@ -1,4 +1,4 @@
-"""Stages that are compiled and run on the device at hand, and timed there."""
+"""Stages compiled, run and timed on this machine's device."""
 
 import statistics
 import time
@@ -20,15 +20,15 @@ Tree = Any
 ByProgram = Mapping[str, float]
 
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
-_EMPTY = ("",)  # the group that has no layers
+_EMPTY = ("",)  # the group without layers
 
 
 class Programs:
-    """The programs of stages at several sizes, each compiled once, in threads: XLA compiles outside Python's lock.
+    """The programs of stages at several sizes, each compiled once, in threads: XLA releases Python's lock while it compiles.
 
     Args:
-        model: whose layers the stages are.
-        device: where they run.
+        model: the model whose layers the stages have.
+        device: the device on which they run.
         pool: the threads.
     """
 
@@ -37,7 +37,7 @@ class Programs:
         self._begun: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
 
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
-        """Begin to compile the stages of these layers, and the one that does nothing, as far as they are new."""
+        """Start compiling the stages of these layers, and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
             for name in PROGRAMS:
                 if self._key(ids, name, rows) not in self._begun:
@@ -46,33 +46,33 @@ class Programs:
                     self._begun[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
 
     def finish(self) -> None:
-        """Wait until all that was begun is compiled."""
+        """Wait until everything that was started is compiled."""
         for future, _ in self._begun.values():
             future.result()
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
-        """The stages of these layers, and the one that does nothing."""
+        """The stages of these layers, and the empty stage."""
         return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
-        """By name the programs of one stage, with their FLOPs."""
+        """The programs of one stage by name, with their FLOPs."""
         begun = {name: self._begun[self._key(ids, name, rows)] for name in PROGRAMS}
         return {name: (future.result(), flops) for name, (future, flops) in begun.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
-        """An update is the same at all sizes, and a stage without work too."""
+        """An update does not depend on the size, nor does the empty stage."""
         return ids, name, None if name == "update" or ids == _EMPTY else rows
 
 
 class Bench:
-    """Stages at one microbatch size, with arrays to run on, and one that does nothing.
+    """Stages at one microbatch size, with arrays to run on, and an empty stage.
 
     Attributes:
         temporary: scratch bytes of each stage.
         flops: FLOPs of each stage's programs.
 
     Args:
-        programs: those of the groups at this size have been begun.
+        programs: the programs, already started for these groups at this size.
         groups: the layers of each stage.
         rows: the microbatch size.
     """
@@ -94,12 +94,12 @@ class Bench:
         self._taken = {key: [] for key in self._taken}
 
     def time(self, repetitions: int) -> None:
-        """Run each program so many times more, one after the other in turns."""
+        """Run each program `turns` more times, in turn."""
         for _ in range(repetitions):
             self._turn()
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Median times of each stage's programs, less that of a program of a stage without work, and this one."""
+        """Median times of each stage's programs minus that of the empty stage, and the latter."""
         dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
@@ -111,7 +111,7 @@ class Bench:
 
 
 class _Run:
-    """One stage with arrays: inputs and labels where they are known, noise for all else; no time depends on what the numbers are."""
+    """One stage with arrays: given inputs and labels if there are any, otherwise noise; no time depends on the values."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
@@ -127,11 +127,11 @@ class _Run:
         self._arguments = state, x, labels
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
         self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
-        self._left: Any = None  # what the last forward left for its backward
+        self._left: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
-        """Run one of the programs; the backward is that of the last forward."""
+        """Run one of the programs; a backward belongs to the last forward."""
         call = self._calls[name]
         begin = time.perf_counter()
         match name:
@@ -154,7 +154,7 @@ class _Run:
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:
-    """Arrays of these shapes and dtypes: small noise, or zeros where they are whole numbers; arrays stay as they are."""
+    """Arrays of these shapes and dtypes: small noise, or zeros for integers; arrays are not changed."""
 
     def fill(spec: Any) -> jax.Array:
         if not hasattr(spec, "dtype") or hasattr(spec, "__array__"):
@@ -168,7 +168,7 @@ def _filled(specs: Tree, device: jax.Device) -> Tree:
 
 
 def _empty_stage() -> jpipe.stages.StandaloneStage:
-    """A stage in the middle of a pipeline that does next to nothing."""
+    """An empty stage in the middle of a pipeline."""
     stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
     specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
     optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})

@@ -1,4 +1,4 @@
-"""How many floating-point operations a program has, those of its loops included."""
+"""The number of floating-point operations of a program, including its loops."""
 
 import math
 from typing import Any
@@ -7,17 +7,17 @@ import jax
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """FLOPs of a program: what XLA's cost analysis says, and the turns of loops that it leaves out.
+    """FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
 
-    XLA counts the body of a loop once. Of the further turns of a `scan` the matrix products and convolutions are added; of a
-    `while`, of which nobody knows how often it turns, nothing.
+    XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
+    `while`, whose number of iterations is unknown, nothing is added.
 
     Args:
         traced: the program.
-        lowered: the same, lowered. It need not be compiled, and nothing is allocated.
+        lowered: the same program, lowered. It need not be compiled, and nothing is allocated.
 
     Returns:
-        0 where the backend does not say.
+        The FLOPs, or 0 if the backend does not report them.
     """
     analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
@@ -26,7 +26,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
 
 
 def _more_turns(jaxpr: Any, used: list[bool], turns: int) -> float:
-    """FLOPs of the products in a jaxpr that runs `turns` times, less those of one time; what nothing uses is left out, as XLA does."""
+    """FLOPs of the products in a jaxpr that runs `turns` times, minus those of one time, without unused results, as in XLA."""
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     total = 0.0
     for equation in reversed(jaxpr.eqns):
@@ -50,7 +50,7 @@ _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
 
 
 def _product_flops(equation: Any) -> float:
-    """Of a matrix product or a convolution; 0 of all else."""
+    """FLOPs of a matrix product or a convolution; 0 for everything else."""
     params = equation.params
     if equation.primitive.name == "dot_general":
         left, ((contracted, _), _) = equation.invars[0].aval.shape, params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Profiles in PipeDream's `graph.txt` format: a graph of nodes with their times and sizes, put in a line and read as layers.
+"""Profiles in PipeDream's `graph.txt` format: a graph of nodes with their times and sizes, read as layers in a linear order.
 
     node2 -- Conv2d(3, 64) -- forward_compute_time=2.0, backward_compute_time=5.1, activation_size=1024.0, parameter_size=7168.0
     node7 -- LSTM(8, 8) -- forward_compute_time=3.1, backward_compute_time=5.3, activation_size=[64.0; 8.0], parameter_size=512.0
@@ -18,7 +18,7 @@ from jpipe.errors import nearest
 from planner.profile.profile import AtSize, LayerProfile, Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_MOST = {"ms": 1e9, "bytes": 1e13}  # what sums of thousands of layers can be counted with
+_MOST = {"ms": 1e9, "bytes": 1e13}  # sums over thousands of layers stay exact
 _EXAMPLE = f"'nodeN -- DESCRIPTION -- {', '.join(f'{name}=NUMBER' for name in _FIELDS)}'"
 
 _LONGEST = 10_000  # characters of a line; published profiles have a few hundred
@@ -38,29 +38,29 @@ class _Node:
 
 
 def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where: str = "graph.txt") -> Profile:
-    """Read a profile as PipeDream's profiler wrote it.
+    """Read a profile from PipeDream's profiler.
 
-    The nodes become layers in a topological order, of those that could come next always the one with the smallest number. A cut
-    behind a layer carries every tensor that was made up to there and is used later, once. The time of an `Input` node is how long the
-    loader was waited for, so that it is no layer: what it holds are the inputs of the model, there from the beginning. A forward
-    leaves its own output to its backward. Temporaries are not known.
+    The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
+    carries every tensor that was made before it and is used after it, once. An `Input` node is not a layer, because its time is that of
+    waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
+    are unknown.
 
     Args:
-        text: of the file.
-        rows: of the minibatch that was profiled (128 images for VGG-16 and ResNet-50 as published, 32 sentences for GNMT).
-        optimizer_factor: bytes of optimizer state a byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
-        where: names the source (a file, say) in error messages.
+        text: the text of the file.
+        rows: size of the profiled minibatch (128 images for VGG-16 and ResNet-50 as published, 32 sentences for GNMT).
+        optimizer_factor: bytes of optimizer state per byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        where: the source, such as a file name, for error messages.
 
     Raises:
-        InputError: a line that is neither a node nor an edge, a node that is there twice or not at all, a number that is none or
-            below zero, a cycle, no layers: with the line.
+        InputError: a line is neither a node nor an edge, a node is duplicate or missing, a number is invalid or negative, there is a
+            cycle, or there are no layers; the message names the line.
     """
     if not (0 <= optimizer_factor < math.inf):
         raise InputError(f"optimizer_factor: expected a number of bytes for each byte of parameters, such as 2, found {optimizer_factor}")
     nodes = _read(text, where)
     order = _in_a_line(nodes, where)
     waits_for = {name: len(node.behind) for name, node in nodes.items()}
-    crossing = 0  # bytes of what is made and will be used
+    crossing = 0  # bytes of what is made before and used after
     layers = []
     for name in order:
         node = nodes[name]
@@ -82,7 +82,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
 
 
 def _read(text: str, where: str) -> dict[str, _Node]:
-    """The nodes by name, in the order of their numbers, joined by the edges."""
+    """The nodes by name, in the order of their numbers, with their edges."""
     nodes: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -98,7 +98,7 @@ def _read(text: str, where: str) -> dict[str, _Node]:
         else:
             name, node = _node(line, number, place)
             if name in nodes:
-                raise InputError(f"{place}: node '{name}' is there already, in line {nodes[name].line}; give each node its own name")
+                raise InputError(f"{place}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
             nodes[name] = node
     for number, source, target in edges:
         for name in (source, target):
@@ -136,7 +136,7 @@ def _number(text: str, key: str, place: str) -> float:
 
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
-    """A topological order: the inputs, then of the nodes that could come next always the one with the smallest number."""
+    """A topological order: the inputs, then always the node with the smallest number among those that could come next."""
     missing = {name: len(node.before) for name, node in nodes.items()}
     ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
     heapq.heapify(ready)
@@ -157,7 +157,7 @@ def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
 
 
 def _cycle(before: dict[str, set[str]]) -> Iterator[str]:
-    """Nodes of a cycle, along its edges, the first one again at the end; each of the given nodes is behind another of them."""
+    """The nodes of a cycle, along its edges, with the first one again at the end; each of the given nodes follows another of them."""
     name, seen = min(before), []
     while name not in seen:
         seen.append(name)

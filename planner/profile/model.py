@@ -1,4 +1,4 @@
-"""What is to be profiled: a model at several microbatch sizes, which of its layers are equal, and what they hold, from shapes alone."""
+"""The model to be profiled at several microbatch sizes: which of its layers are equal, and their bytes, from shapes alone."""
 
 import functools
 import itertools
@@ -18,18 +18,18 @@ from planner.profile.profile import AtSize, LayerProfile, Profile
 
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
-"""`rows -> (inputs, labels)` of a microbatch of so many rows; arrays, or `jax.ShapeDtypeStruct`s."""
+"""`rows -> (inputs, labels)`, a microbatch of that many rows; arrays, or `jax.ShapeDtypeStruct`s."""
 Progress = Callable[[int, int], None]
-"""Called with how many parts of the work are done, and how many there are."""
+"""Called with the number of finished parts of the work, and their total number."""
 
 Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
-"""By what they equal one layer, or two neighbours, as a stage; by rows and recomputation policy."""
+"""Stage costs of distinct layers, and of distinct pairs of neighbours, by rows and recomputation policy."""
 
 POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
 
 
 class Costs(NamedTuple):
-    """What a layer at one size costs besides what follows from its shapes: seconds, scratch bytes, FLOPs of a forward."""
+    """The costs of a layer at one size that do not follow from its shapes: seconds, scratch bytes, FLOPs of a forward."""
 
     forward: float
     backward: float
@@ -40,18 +40,18 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as profiles see it. Layers are equal where their traces, shapes and optimizer states are; but the first has no input
-    gradient and the last has the loss, so that these two equal none.
+    """A model to be profiled. Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no
+    input gradient, and the last one, which includes the loss, are never equal to others.
 
     Attributes:
         stack: its layers.
-        batch: what a microbatch of so many rows looks like.
+        batch: shapes of a microbatch, by its number of rows.
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
 
     Raises:
-        InputError: no sizes, or such that are not whole numbers above 0; later whatever does not fit together.
+        InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
     """
 
     stack: jpipe.LayerStack
@@ -67,27 +67,27 @@ class Model:
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """For each layer the first one that equals it, which may be itself."""
+        """For each layer the first layer that is equal to it, possibly itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
         found = {}
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
-            text = re.sub("0x[0-9a-f]+", "", str(traced))  # where in memory its functions are
+            text = re.sub("0x[0-9a-f]+", "", str(traced))  # addresses of its functions
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
-            state = jax.eval_shape(functools.partial(layerwise.init, layer_id), spec.params)  # its leaves, for it is keyed by layer id
+            state = jax.eval_shape(functools.partial(layerwise.init, layer_id), spec.params)  # only leaves: it is keyed by layer id
             found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), repr(jax.tree.leaves(state)), text), layer_id)
         return found
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
-        """The layers that equal none before them."""
+        """The layers that are not equal to an earlier one."""
         return tuple(dict.fromkeys(self.like.values()))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Two neighbours of each kind, by what they equal."""
+        """One pair of neighbours of each kind, by the layers to which they are equal."""
         found: dict[tuple[str, str], tuple[str, str]] = {}
         for pair in itertools.pairwise(self.stack.ids):
             found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
@@ -113,7 +113,7 @@ class Model:
 
     @cached_property
     def _specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
-        """Of all layers at all sizes, each distinct one traced once a size."""
+        """The specs of all layers at all sizes; each distinct layer is traced once per size."""
         specs = {self.sizes[0]: self._first_specs}
         for rows in self.sizes[1:]:
             x = self.batches[rows][0]
@@ -137,18 +137,18 @@ class Meter:
         self._progress, self._total, self._done = progress, total, 0
 
     def step(self) -> None:
-        """One more is done."""
+        """One more part is finished."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
 def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
-    """What each distinct layer holds as a stage of its own, and each pair of neighbours as one, at all sizes.
+    """The bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
 
     Args:
-        model: what is profiled.
-        policies: for which the residuals are counted; "none" in any case.
+        model: the model.
+        policies: recomputation policies for which residuals are counted; "none" is always included.
         meter: counts `parts_of_bytes` parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
@@ -163,10 +163,10 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
     """The profile.
 
     Args:
-        model: what is profiled.
-        costs: of each distinct layer at each size.
-        held: what `count_bytes` found.
-        fields: of `Profile`, what is not known here.
+        model: the model.
+        costs: the costs of each distinct layer at each size.
+        held: the result of `count_bytes`.
+        fields: the other fields of `Profile`.
     """
 
     def shared(like: str, after: str | None, rows: int, policy: str) -> int:
@@ -200,7 +200,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
 
 
 def parts_of_bytes(model: Model) -> int:
-    """How many parts the counting of bytes has, for a `Meter`."""
+    """The number of parts of `count_bytes`, for a `Meter`."""
     return len(model.distinct) + len(model.pairs)
 
 

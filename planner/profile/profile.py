@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, for several microbatch sizes; as JSON. `source` says where the numbers come from."""
+"""The costs of a model, layer by layer, for several microbatch sizes; as JSON. `source` says where the numbers come from."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ from jpipe import InputError
 
 FORMAT = "jpipe-profile/1"
 
-Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums of them stay within 64 bits
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums of them stay numbers
+Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums stay within 64 bits
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums stay finite
 
 
 class _Data(pydantic.BaseModel):
@@ -27,13 +27,13 @@ class AtSize(_Data):
     Attributes:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
-        outputs: bytes that cross a cut after this layer (of all tensors that are used behind it), as many as of their gradients.
-        residuals: bytes that stay from forward to backward where the layer is a stage by itself, by recomputation policy; "none" always,
-            the others where they are known.
-        shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage: a
-            stage holds the sum of `residuals` less that of `shared` without its last layer's.
+        outputs: bytes that cross a cut after this layer, of all tensors that later layers use; their gradients have the same size.
+        residuals: bytes kept from forward to backward if the layer is its own stage, by recomputation policy; always for "none", for
+            the others if they are known.
+        shared: the part of `residuals` that need not be kept, or only once, if the next layer is in the same stage: a stage holds the
+            sum of `residuals` minus the sum of `shared` without its last layer.
         temporary: the largest scratch memory of its programs, in bytes.
-        flops: floating-point operations of a forward; 0: not known.
+        flops: floating-point operations of a forward; 0: unknown.
     """
 
     forward: Seconds
@@ -54,7 +54,7 @@ class LayerProfile(_Data):
         optimizer: bytes of its optimizer state.
         state: bytes of its layer state.
         update: seconds of an update.
-        at: what depends on the microbatch, in the order of `Profile.sizes`.
+        at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -71,15 +71,15 @@ class Profile(_Data):
     Attributes:
         format: "jpipe-profile/1".
         source: "measured", "analytic" or "imported".
-        device: on or for which device.
+        device: the device that was measured or assumed.
         sizes: the microbatch sizes, in rows, ascending.
         inputs: bytes of one microbatch's inputs, for each size.
         labels: bytes of its labels, for each size.
-        dispatch: seconds that one computation costs besides the device's work.
-        layers: in the model's order.
+        dispatch: seconds to start a computation, in addition to the device's work.
+        layers: the layers in the model's order.
 
     Raises:
-        InputError: any part that is wrong: no times at all, a number that is not one, sizes that do not fit.
+        InputError: a part is wrong: all times are zero, a number is invalid, or sizes do not fit.
     """
 
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
@@ -107,7 +107,7 @@ class Profile(_Data):
         seen = set()
         for layer in self.layers:
             if layer.id in seen:
-                raise ValueError(f"layer '{layer.id}' is there twice; give each layer its own id")
+                raise ValueError(f"layer '{layer.id}' occurs twice; give each layer its own id")
             seen.add(layer.id)
             if len(layer.at) != len(self.sizes):
                 raise ValueError(f"layer '{layer.id}': expected costs for each of {len(self.sizes)} sizes, found {len(layer.at)}")
@@ -128,7 +128,7 @@ class Profile(_Data):
         return tuple(layer.id for layer in self.layers)
 
     def costs(self, rows: int) -> dict[str, jpipe.programs.LayerCost]:
-        """What each layer costs at a microbatch size of the profile."""
+        """The costs of each layer at a microbatch size of the profile."""
         n = self.sizes.index(rows)
         return {
             layer.id: jpipe.programs.LayerCost(
@@ -148,17 +148,17 @@ class Profile(_Data):
         }
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """What each stage of a plan costs, for `jpipe.simulate`; `dispatch` is added to each computation."""
+        """The costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
         timed = ("forward", "backward", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...]) -> None:
-        """Refuse a profile of another model than the one with the layers `ids`.
+        """Refuse the profile if its layers are not those with the ids `ids`.
 
         Raises:
-            InputError: names the first layer that differs.
+            InputError: the message names the first layer that differs.
         """
         for n, (found, expected) in enumerate(zip(self.ids, ids, strict=False)):
             if found != expected:
@@ -168,7 +168,7 @@ class Profile(_Data):
             raise InputError(f"profile: layer '{longer[min(len(self.ids), len(ids))]}' {what}; profile this model")
 
     def to_json(self) -> str:
-        """The profile as JSON text; `from_json` reads it back."""
+        """The profile as JSON text, for `from_json`."""
         return json.dumps(self.model_dump(mode="json")) + "\n"
 
     @classmethod
@@ -176,11 +176,11 @@ class Profile(_Data):
         """Read a profile.
 
         Args:
-            text: what `to_json` wrote.
-            where: names the source (a file, say) in error messages.
+            text: the result of `to_json`.
+            where: the source, such as a file name, for error messages.
 
         Raises:
-            InputError: no JSON, not a profile of this format, or numbers that cannot be.
+            InputError: the text is not JSON, not a profile of this format, or has impossible numbers.
         """
         data = jpipe.plan.read_json(text, FORMAT, where)
         try:

@@ -30,7 +30,7 @@ def find_candidates(
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
-    Those that never flush are there with 0 to 2 microbatches more in flight.
+    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight.
 
     Args:
         profile: the model's costs.

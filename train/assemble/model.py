@@ -20,7 +20,7 @@ def layers(config: ModelConfig) -> jpipe.LayerStack:
     """The GPT, or what `model.target` returns.
 
     Raises:
-        InputError: the target is not there, fails, or returns something else than a LayerStack.
+        InputError: the target does not exist, fails, or returns something else than a LayerStack.
     """
     if config.target is None:
         return gpt.gpt(config)
@@ -34,7 +34,7 @@ def loss(config: LossConfig) -> Any:
     """`(outputs, labels) -> (sum, weight)`: the cross-entropy, or `loss.target` with its arguments.
 
     Raises:
-        InputError: the target is not there, or has other arguments.
+        InputError: the target does not exist, or has other arguments.
     """
     if config.target is None:
         return gpt.loss
@@ -49,7 +49,7 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
     """By name `(outputs, labels) -> (sum, weight)` of each metric of an evaluation.
 
     Raises:
-        InputError: a target is not there.
+        InputError: a target does not exist.
     """
     named = config.metrics.items()
     return {name: entry_point.load(metric, f"eval.metrics.{name}") if ":" in metric else _accuracy for name, metric in named}

@@ -83,7 +83,7 @@ def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, ste
     same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
 
     Raises:
-        InputError: the target is not there, fails, or returns something else, or a list of too few batches.
+        InputError: the target does not exist, fails, or returns something else, or a list of too few batches.
     """
     found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
     if not isinstance(found, Sequence) or len(found) != 2:

@@ -126,7 +126,7 @@ def _new_file(out: str) -> Path:
     if file.suffix != ENDING:
         raise InputError(f"--out: expected a name that ends in {ENDING}, found '{out}'")
     if os.path.lexists(file):
-        raise InputError(f"--out: '{out}' is there already; choose another name, or remove it first")
+        raise InputError(f"--out: '{out}' already exists; choose another name, or remove it first")
     if not os.path.isdir(file.absolute().parent):
         raise InputError(f"--out: there is no folder for '{out}'; make it first, or choose another")
     return file

@@ -170,7 +170,7 @@ def find(config: Config, resume: Resume, together: Together, say: Callable[[str]
     """The newest whole checkpoint of the run's folder; None: the run begins at step 0. All processes call this.
 
     Raises:
-        InputError: `resume` is "must" and there is none; checkpoints are there and none of them is whole; a newer jpipe wrote them.
+        InputError: `resume` is "must" and there is none; there are checkpoints, but none is complete; a newer jpipe wrote them.
     """
 
     def look() -> str:

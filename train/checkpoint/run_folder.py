@@ -239,7 +239,7 @@ def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def _make(path: Path, undo: contextlib.ExitStack) -> None:
-    """Make a folder and those above it; those that were not there go again with `undo`, unless they hold something by then."""
+    """Make a folder and those above it; `undo` removes those that did not exist before, unless they are not empty by then."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             undo.callback(_try, folder.rmdir)

@@ -105,12 +105,12 @@ def load(
 
 
 def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
-    """The names of the parameters that are there as the model has them.
+    """The names of the parameters that match those of the model.
 
     Args:
         source: what there is.
         model: what is wanted.
-        strict: refuse if one of the model's is not there, or another one is.
+        strict: refuse if a parameter of the model is missing, or there is an additional one.
 
     Raises:
         InputError: as `strict` says; or none at all fits.

@@ -33,7 +33,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         say: gets a line for each thing done.
 
     Raises:
-        InputError: there is no such config; a file that is there already differs; the folder cannot be written.
+        InputError: there is no such config; an existing file differs; the folder cannot be written.
     """
     there = shipped()
     wanted = list(dict.fromkeys(name for asked in names for name in _parts(asked, there))) if names else list(there)

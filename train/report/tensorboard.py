@@ -21,7 +21,7 @@ class TensorBoard:
     writes nothing more. A Ctrl-C inside a write waits until the record is whole.
 
     Args:
-        folder: is made if it is not there.
+        folder: it is created if it does not exist.
         say: takes the message, one line.
         flush_seconds: how long what was written may wait until it can be seen.
     """

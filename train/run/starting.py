@@ -78,7 +78,7 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
         limit: seconds to look for it; a file system of a network may take some to show what is new.
 
     Raises:
-        jpipe.InputError: it is not there.
+        jpipe.InputError: it does not exist.
     """
     place, end = folder / "checkpoints", time.monotonic() + limit
     with together.working("the run folder"):

@@ -111,7 +111,7 @@ def test_text_that_is_no_topology_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("levels: 1\nlevels: 2", "line 2, column 1: .* the key 'levels' is there twice"),
+        ("levels: 1\nlevels: 2", "line 2, column 1: .* the key 'levels' occurs twice"),
         ("!!python/object/apply:os.getcwd []", "line 1, column 1: .* found a tag"),
         ("a: [1,\nb: {", "line 2, column 5: "),
         ("[" * 3000, "nested too deeply"),

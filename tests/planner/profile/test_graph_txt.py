@@ -62,7 +62,7 @@ def test_ties_go_to_the_smaller_number_and_not_to_the_smaller_text():
         ([node("node1"), "node1 -- node2"], "some.txt, line 2: expected 'nodeN -- DESCRIPTION -- forward_compute_time=NUMBER"),
         ([node("node1"), "\tnode1 - node2"], "some.txt, line 2: expected an edge, '<tab>nodeA -- nodeB', found '\\tnode1 - node2'"),
         ([node("node1"), "", "\tnode1 -- nod1"], "some.txt, line 3: the edge names 'nod1', which is no node; did you mean 'node1'?"),
-        ([node("node1"), node("node1")], "some.txt, line 2: node 'node1' is there already, in line 1"),
+        ([node("node1"), node("node1")], "some.txt, line 2: node 'node1' is already defined in line 1"),
         ([node("node1", forward=float("nan"))], "some.txt, line 1: forward_compute_time: expected a number, 0 or above, found 'nan'"),
         ([node("node1", backward=-1)], "some.txt, line 1: backward_compute_time: expected a number, 0 or above, found '-1.000'"),
         ([node("node1", size="[1.0; x]")], "some.txt, line 1: activation_size: expected a number, 0 or above, found '[1.0; x]'"),

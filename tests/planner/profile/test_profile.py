@@ -77,7 +77,7 @@ def changed(path, value):
         (changed(("layers", 0, "at", 1, "forward"), float("nan")), "some.json: layers.0.at.1.forward: expected a finite number, found nan"),
         (changed(("layers", 0, "at", 1, "backward"), -1), "some.json: layers.0.at.1.backward: expected"),
         (changed(("layers", 2, "weights"), -5), "some.json: layers.2.weights: expected"),
-        (changed(("layers", 1, "id"), "a"), "some.json: layer 'a' is there twice"),
+        (changed(("layers", 1, "id"), "a"), "some.json: layer 'a' occurs twice"),
         (changed(("layers", 1, "at"), []), "some.json: layer 'b': expected costs for each of 2 sizes, found 0"),
         (
             changed(("layers", 1, "at", 0, "residuals"), {"full": 1}),

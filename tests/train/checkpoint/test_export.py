@@ -201,7 +201,7 @@ def test_files_that_are_none_are_refused(home, tmp_path):
         (["--out", "new.safetensors"], r"export: expected checkpoints in 'none/checkpoints', but there is no folder 'none'"),
         (["{text}", "--out", "new.safetensors"], r"export: cannot read '{text}': Not a directory; give the folder of a run"),
         (["{run}", "--out", "new.bin"], r"--out: expected a name that ends in \.safetensors, found 'new\.bin'"),
-        (["{run}", "--out", "{file}"], r"--out: '{file}' is there already; choose another name, or remove it first"),
+        (["{run}", "--out", "{file}"], r"--out: '{file}' already exists; choose another name, or remove it first"),
         (
             ["{run}", "--out", "no/new.safetensors"],
             r"--out: there is no folder for 'no/new\.safetensors'; make it first, or choose another",

@@ -105,10 +105,10 @@ def test_what_64_bits_hold_is_read(number):
     ("text", "message"),
     [
         ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this is not YAML as it should be: expected ',' or '}', but got ':'"),
-        ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' is there twice"),
+        ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' occurs twice"),
         (
             "optimizer:\n  lr_arguments: {0x1: 1, 1: 2}",
-            "config.yaml, line 2, column 26: this is not YAML as it should be: the key '1' is there twice",
+            "config.yaml, line 2, column 26: this is not YAML as it should be: the key '1' occurs twice",
         ),
         ("seed: 1\nplan: \x07x", "config.yaml, line 2, column 7: this is not YAML as it should be: found character #x07; correct the text"),
         (

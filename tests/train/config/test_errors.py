@@ -105,7 +105,7 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         ("words.yaml", r"words\.yaml: expected a mapping of keys such as 'train:', found str"),
         ("broken.yaml", r"broken\.yaml, line 3, column 1: this is not YAML as it should be: expected ',' or '\]'"),
         ("tab.yaml", r"tab\.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
-        ("twice.yaml", r"twice\.yaml, line 2, column 19: this is not YAML as it should be: the key 'steps' is there twice"),
+        ("twice.yaml", r"twice\.yaml, line 2, column 19: this is not YAML as it should be: the key 'steps' occurs twice"),
         ("two.yaml", r"two\.yaml, line 2, column 1: .* expected a single document in the stream, but found another document"),
         ("odd.yaml", r"odd\.yaml, line 2, column 18: .* 'yes' can be read in two ways; write true, false or a plain number, or"),
         ("deep.yaml", r"deep\.yaml, line 1, column 51: this is not YAML as it should be: nested too deeply"),

@@ -256,9 +256,9 @@ def plain(node: yaml.Node | None) -> Any:
 
 
 def unique(pairs: list[tuple]) -> dict:
-    """A dict of these, no key of which is there twice."""
+    """A dict of these, no key of which occurs twice."""
     if any(key == other for i, (key, _) in enumerate(pairs) for other, _ in pairs[:i]):
-        raise Unclear("a key is there twice")
+        raise Unclear("a key occurs twice")
     return dict(pairs)
 
 
