@@ -9,7 +9,7 @@ import yaml
 from jpipe import InputError
 
 
-def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
+def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
     """YAML to plain data. `1e-3` is a number; a key given twice, or a value that can be read in two ways (`010`, `yes`), is an error.
 
     Raises:
@@ -23,11 +23,11 @@ def parse(text: str, where: str, remedy: str = "correct the text there") -> Any:
         what = str(error.problem or error.context)
         if what.startswith("but "):  # the second half of a sentence
             what = f"{error.context}, {what}"
-        raise InputError(f"{where}{at}: this is not YAML as it should be: {what}; {remedy}") from None
+        raise InputError(f"{where}{at}: this YAML cannot be read: {what}; {remedy}") from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position].split("\n")
         at = f", line {len(before)}, column {len(before[-1]) + 1}"
-        raise InputError(f"{where}{at}: this is not YAML as it should be: found character #x{error.character:02x}; {remedy}") from None
+        raise InputError(f"{where}{at}: this YAML cannot be read: found character #x{error.character:02x}; {remedy}") from None
 
 
 def dump(data: Any) -> str:

@@ -1,1 +1,1 @@
-"""The searches: equal pipelines side by side, and PipeDream's stages with replicas of their own."""
+"""The searches: parallel equal pipelines, and PipeDream's stages, each with its own number of replicas."""

@@ -1,18 +1,18 @@
-"""Cut a row of layers into stages that compute equally long."""
+"""Cuts layers into stages that compute for about the same time."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-_TICKS = 1e15  # a second, so that sums and ties are exact
+_TICKS = 1e15  # per second, so that sums and ties are exact
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut into contiguous stages whose longest stage is as short as can be; among those an even one.
+    """The cut into contiguous stages that minimizes the longest stage; among such cuts an even one.
 
     Args:
-        seconds: of each layer.
-        stages: how many, at most as many as layers.
+        seconds: seconds of each layer.
+        stages: number of stages, at most that of the layers.
 
     Returns:
         The first layer of each stage.
@@ -26,16 +26,16 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
         if ends[-1] == len(ticks):
             high = longest
         else:
-            low = longer  # with less than this nothing changes
+            low = longer  # no smaller limit changes the cut
     return _spread(sums, stages, high)
 
 
 def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int]:
-    """Fill stage after stage up to a limit: where each ends, the longest, and the smallest limit that would fill one of them more."""
+    """Fill stage after stage up to a limit: the end of each, the longest, and the smallest limit that would add a layer to one of them."""
     ends, longest, longer = [0], 0, sums[-1]
     for s in range(stages):
         begin = ends[-1]
-        most = len(sums) - stages + s  # every later stage gets a layer too
+        most = len(sums) - stages + s  # each later stage needs a layer, too
         end = min(bisect_right(sums, sums[begin] + limit) - 1, most)
         longest = max(longest, sums[end] - sums[begin])
         if end < most:
@@ -45,8 +45,8 @@ def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int
 
 
 def _spread(sums: list[int], stages: int, limit: int) -> tuple[int, ...]:
-    """Within the limit, from the last stage on, give each stage its even share of what is left."""
-    reach = _fill(sums, stages, limit)[0]  # how far the stages before can get
+    """Within the limit, from the last stage to the first, give each stage an equal share of the remaining layers."""
+    reach = _fill(sums, stages, limit)[0]  # the farthest ends of the earlier stages
     starts, end = [0] * stages, len(sums) - 1
     for s in range(stages - 1, 0, -1):
         first, last = max(bisect_left(sums, sums[end] - limit), s), min(reach[s], end - 1)

@@ -1,4 +1,4 @@
-"""A plan that was considered, with its price; small enough to keep thousands of them."""
+"""A candidate plan with its price; small enough to keep thousands of them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,22 +8,22 @@ import jpipe
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan in numbers, what it costs, and whether it fits.
+    """A plan in numbers, its cost, and whether it fits.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
-        rows: of a microbatch.
-        microbatches: M, between two updates, over all replicas.
+        rows: rows per microbatch.
+        microbatches: M, microbatches per update, over all replicas.
         starts: the first layer of each stage.
-        replicas: of each stage.
-        policies: recomputation of each stage.
+        replicas: number of replicas of each stage.
+        policies: recomputation policy of each stage.
         extra_in_flight: as in `jpipe.Plan`.
         keep_together: as in `jpipe.Plan`.
-        seconds: of a batch, in steady state.
+        seconds: seconds per batch, in steady state.
         bubble: share of the time of its workers in which they do not compute.
-        memory: bytes that a worker of each stage holds at most.
-        sent: bytes that all workers together send, for each row.
-        bound: what bounds the time, in words.
+        memory: peak bytes of a worker of each stage.
+        sent: bytes per row that all workers together send.
+        bound: what limits the speed, as text.
         over: the stage that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
     """
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def batch(self) -> int:
-        """Rows between two updates."""
+        """Rows per update."""
         return self.rows * self.microbatches
 
     @property
@@ -66,31 +66,31 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What it shares with plans that differ from it in sizes only: schedule, replicas of each stage, and what is kept together."""
+        """Schedule, replicas of each stage, and what is kept together: what plans that differ only in sizes have in common."""
         return self.schedule, self.update_every, self.replicas, self.keep_together
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """What to sort by: plans that fit, fast ones first; of equal ones that with fewer stages, a flush, less memory, a smaller batch."""
+        """The sort key: plans that fit first, then faster ones, fewer stages, a flush, less memory, a smaller batch."""
         schedule = jpipe.schedules.SCHEDULES[self.schedule]
         lacks = self.over[1] if self.over else 0
         ties = (self.depth, not schedule.flushes, max(self.memory), self.batch, self.extra_in_flight, self.rows)
-        # nine digits: that which sums of floats round to does not decide
+        # nine digits: rounding errors of sums do not decide
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
     def sharing(self, cores: float | None) -> "Candidate":
-        """The same plan where its workers share cores: a batch takes at least all computations divided by these.
+        """The same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
 
         Args:
             cores: how many workers compute at a time without slowing each other down; None: all.
         """
         computing = (1 - self.bubble) * self.workers * self.seconds
-        if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or it is what sums of floats round to
+        if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
             return self
         return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
-        """The plan itself.
+        """The candidate as a `jpipe.Plan`.
 
         Args:
             ids: the layers of the profile, in order.

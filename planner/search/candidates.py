@@ -1,4 +1,4 @@
-"""Everything that is considered: equal pipelines side by side of all schedules, and PipeDream's stages with replicas of their own."""
+"""All candidates: parallel equal pipelines of all schedules, and PipeDream's stages, each with its own number of replicas."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -34,13 +34,13 @@ def find_candidates(
 
     Args:
         profile: the model's costs.
-        topology: where it is to run.
-        batch: the most rows between two updates.
-        exact: whether it has to be just as many.
-        schedules: those to try, of `jpipe.schedules.SCHEDULES`.
-        pipedream: how PipeDream's stages are found. "batch": all update once a batch, so that their replicas divide its microbatches.
-            "replicas": each after one microbatch of each of its replicas, whose number is free then, as in the original; never exact.
-            "text" and "code": by the paper's own recurrence, at the price of its text or of its released code; they update likewise.
+        topology: the topology.
+        batch: the largest number of rows per update.
+        exact: whether the batch must have exactly that many rows.
+        schedules: the schedules to try, of `jpipe.schedules.SCHEDULES`.
+        pipedream: how PipeDream's stages are found. "batch": all update once per batch, so their replicas divide its microbatches.
+            "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
+            exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
     """
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
     if SCHEDULE.name in schedules:
@@ -77,11 +77,11 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
 
 
 def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds of a batch of a plan in closed form, where layers or links cost something else than those it was found with.
+    """Seconds per batch of a plan in closed form, for any costs of its layers and links.
 
     Args:
         profile: the costs.
-        topology: the links, and cores where workers share them.
+        topology: the links, and cores if workers share them.
         candidate: a plan for these layers and workers.
     """
     plan = candidate.plan(profile.ids)
@@ -103,12 +103,12 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
 
 
 def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
-    """A partition in the terms of the other candidates.
+    """A partition as a candidate.
 
     Args:
-        problem: of which it is an answer.
-        partition: the answer.
-        rows: of a microbatch.
+        problem: the problem that it solves.
+        partition: the solution.
+        rows: rows per microbatch.
     """
     plan = partition.plan([str(n) for n in range(len(problem.layers))], problem)
     seconds = partition.seconds * plan.microbatches

@@ -1,8 +1,8 @@
-"""Which suffixes of the layers can be placed from which worker on, when no stage and no cut may take longer than a bound.
+"""Finds which suffixes of the layers can be placed from which worker on, if no stage and no cut may take longer than a bound.
 
-From the last layer and the last worker to the first: the layers from i on can be placed from worker a on if some stage [i, j) on the
-workers a .. a + r - 1 is fast enough and the layers from j on can be placed from worker a + r on. A stage only gets slower when it gets
-longer, so for each i, r and level there is a farthest end, and of all ends j that can be continued the next one behind i decides.
+The search goes from the last layer and the last worker to the first. The layers from i on can be placed from worker a on if some stage
+[i, j) on the workers a .. a + r - 1 is fast enough and the layers from j on can be placed from worker a + r on. A longer stage is never
+faster, so for each i, r and level there is a farthest end, and it suffices to test the nearest end j after i that can be continued.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class FastRanges:
     """The search under a bound, for all bounds.
 
     Attributes:
-        levels: the levels whose ranges a stage can cross, -1 for one worker, each with the replicas that it can have there.
+        levels: the levels that the range of a stage can cross, -1 for one worker, each with the possible numbers of replicas.
     """
 
     def __init__(self, problem: Problem, ranges: Ranges) -> None:
@@ -34,7 +34,7 @@ class FastRanges:
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
     def here(self, a: int) -> list[tuple[int, slice]]:
-        """The levels that a range from worker a on can cross, by their place in `levels`, and the replicas that cross no higher one."""
+        """The levels that a range from worker a on can cross, as indices into `levels`, and the replicas that cross no higher one."""
         found, inner = [(0, slice(0, 1))], a + 1
         for place, (_, some) in enumerate(self.levels[1:], start=1):
             end = (a // self._sizes[place] + 1) * self._sizes[place]
@@ -58,11 +58,11 @@ class FastRanges:
         return self._known[bound, recompute]
 
     def about(self, bound: float, recompute: bool) -> list[Any]:
-        """What `farthest` finds, or a little more: sums of floats round."""
+        """The ends that `farthest` finds, or slightly farther ones, because of rounding."""
         return [self.ranges.ends(bound, some, level, recompute) for level, some in self.levels]
 
     def _exactly(self, bound: float, recompute: bool, about: Any, level: tuple[int, Any]) -> Any:
-        """Take back the ends that are too far by what a stage costs."""
+        """Move back ends that are too far, by the exact cost of the stage."""
         ends, first = about.ravel(), np.tile(np.arange(self.ranges.count + 1), len(about))
         replicas = np.repeat(level[1], self.ranges.count + 1)
         some = np.nonzero(first < ends)[0]
@@ -73,14 +73,14 @@ class FastRanges:
         return ends.reshape(about.shape).astype(self._small)
 
     def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
-        """For each worker the first and the last layer that can begin a stage there, if each stage crossed as few levels as it could.
+        """For each worker the first and the last layer that can begin a stage there, if each stage crossed as few levels as possible.
 
-        That is an upper bound of what the topology allows, and cheap: without ranges the layers that can be placed from a worker on have
-        no gaps, so one number says which they are. On one level it is exact.
+        This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a worker
+        on have no gaps, so one number describes them. With one level it is exact.
 
         Args:
-            ends: what `about` has found.
-            cuts: what `cuts` has found.
+            ends: the result of `about`.
+            cuts: the result of `cuts`.
         """
         count, workers, replicas = self.ranges.count, self.workers, self.ranges.replicas
         inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
@@ -99,7 +99,7 @@ class FastRanges:
         return first, last
 
     def at_least(self, recompute: bool) -> float:
-        """Seconds per microbatch that no stages can do without: of the slowest layer, and of all layers shared by all workers."""
+        """A lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all workers."""
         start = np.arange(self.ranges.count)
         each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
         return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.workers))
@@ -113,18 +113,18 @@ class FastRanges:
         return Placed(0, self.ranges.count, 0, min(options)[1])
 
     def cuts(self, bound: float) -> list[Any]:
-        """For each of `levels` which cuts are fast enough for it; the first and the last are none."""
+        """For each of `levels`, which cuts are fast enough; the first and the last one are not cuts."""
         sizes = self.ranges.outputs
         links = self._problem.links
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
     def between(self, a: int) -> int:
-        """The place in `levels` of the level between the workers a - 1 and a."""
+        """The index in `levels` of the level between the workers a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
 
 class FastPlacement:
-    """What can be placed under one bound.
+    """The placements under one bound.
 
     Attributes:
         feasible: whether all layers can be placed from worker 0 on.
@@ -154,9 +154,9 @@ class FastPlacement:
         self.feasible = bool(self._placed[0, 0])
 
     def _place(self, a: int, place: int, some: slice, window: slice) -> None:
-        """Which of the layers in `window` can be the first ones of a stage from worker a on, with `some` of a level's replicas.
+        """Which of the layers in `window` can be the first of a stage from worker a on, with the numbers `some` of replicas of a level.
 
-        A few replicas after the other, each time from the first to the last layer of which that is not known: mostly few are left soon.
+        It tries a few numbers of replicas at a time, each time between the first and the last undecided layer; usually few remain.
         """
         replicas, placed = self._fast.levels[place][1], self._placed[a]
         for begin in range(some.start, some.stop, _AT_A_TIME):
@@ -169,14 +169,14 @@ class FastPlacement:
             placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
 
     def _continued(self, a: int, place: int) -> Any:
-        """Where a stage whose range crosses a level can end so that what is behind it goes on from worker a."""
+        """Where a stage whose range crosses a level can end so that the layers after it can be placed from worker a on."""
         if a == 0:
             return np.zeros_like(self._placed[a])
         allowed = self._placed[a] & self._cuts[place]
         return allowed & self._cuts[self._fast.between(a)] if a < self._fast.workers else allowed
 
     def some(self) -> tuple[Placed, ...]:
-        """Any stages that are fast enough: each time the fastest one that goes on."""
+        """Some stages that are fast enough: each time the fastest one that can be continued."""
         ranges, stages, i, a = self._fast.ranges, list[Placed](), 0, 0
         while i < ranges.count:
             options = []
@@ -196,7 +196,7 @@ class FastPlacement:
         return tuple(stages)
 
     def first(self) -> tuple[Placed, ...]:
-        """Of all that are fast enough the fewest stages on the fewest workers, then from the front the earliest cuts, fewest replicas."""
+        """Of all stages that are fast enough, the fewest on the fewest workers, then from the front the earliest cuts, fewest replicas."""
         fast, ranges = self._fast, self._fast.ranges
         base = fast.workers + 1
         least, tables = self._least(base)
@@ -216,7 +216,7 @@ class FastPlacement:
         return tuple(stages)
 
     def _least(self, base: int) -> tuple[Any, list[Any]]:
-        """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over runs of 2^k ends."""
+        """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over ranges of 2^k ends."""
         fast, count = self._fast, self._fast.ranges.count
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base

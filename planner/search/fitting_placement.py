@@ -1,13 +1,13 @@
-"""The PipeDream search where workers have too little memory for its answer without a limit.
+"""The PipeDream search with limited memory, for problems whose solution without a limit does not fit.
 
-What a stage holds depends on the stages behind it, which say how many of its microbatches are in flight, and on the one before it, which
-says how many inputs can wait. So from the last layer and worker to the first, what is known of the layers from i on, placed from worker a
-on, are labels: how many microbatches their first stage has in flight over all its replicas (`sent` of `waiting_inputs`), how many of the
-stage before it may be at most, for the inputs that wait to fit, and how many stages and workers there are.
+The memory of a stage depends on the later stages, which determine how many of its microbatches are in flight, and on the stage before it,
+which determines how many inputs can wait. The search goes from the last layer and worker to the first. It describes each way to place
+the layers from i on from worker a on by a label: how many microbatches the first stage has in flight over all its replicas (`sent` of
+`waiting_inputs`), how many the stage before it may have in flight so that the waiting inputs fit, and the number of stages and workers.
 
-By the relaxed rules (`Runs.room`) a stage that has fewer microbatches in flight never lets fewer be in flight before it. So a label is
-only needed where no other one is as good in all of its numbers, and few are. By the true rules a stage that keeps less than its input
-from a forward to its backward breaks that, and each number in flight needs a label of its own.
+By the relaxed rules (`Runs.room`) fewer microbatches in flight at a stage never reduce the number allowed at the stage before it. So a
+label that is worse than another one in all its numbers can be dropped, and few remain. By the true rules this does not hold for a stage
+that keeps less than its input from a forward to its backward, so each number in flight needs its own label.
 """
 
 from itertools import pairwise
@@ -23,12 +23,12 @@ _NEVER = 2**30  # stages
 
 
 class _Labels(NamedTuple):
-    """Arrays of labels; -1 where there is none.
+    """Arrays of labels; -1 for no label.
 
     Attributes:
         sent: microbatches in flight at the first stage, over all its replicas; 0: no stage is left.
-        most: how many of the stage before may be.
-        size: stages · (workers + 1) + workers; 0 where that is not asked.
+        most: the largest number that may be in flight at the stage before.
+        size: stages · (workers + 1) + workers; 0 if it is not needed.
     """
 
     sent: Any
@@ -43,20 +43,21 @@ class FittingPlacement:
     """Stages that are fast enough and fit.
 
     Args:
-        fast: of a problem.
-        fitting: of the same problem.
+        fast: the `Reach` of a problem.
+        fitting: the stages of the same problem that fit.
         bound: seconds per microbatch.
-        relaxed: whether the rules are; then some that do not fit count as if they did.
-        at_most: the stages and workers of some that are fast enough and fit, to look for the first ones of `Reached.first`; None: any do.
+        relaxed: whether the rules are relaxed; then some stages that do not fit count as fitting.
+        at_most: the numbers of stages and workers of a known solution, to find the first one in the order of `Reached.first`; None: any
+            solution will do.
 
     Attributes:
-        feasible: whether there are any.
+        feasible: whether there are such stages.
     """
 
     def __init__(self, fast: FastRanges, fitting: FittingRanges, bound: float, relaxed: bool, at_most: tuple[int, int] | None) -> None:
         self._fast, self._fitting, self._bound, self._relaxed = fast, fitting, bound, relaxed
         self._count, self._workers = fast.ranges.count, fast.workers
-        self._no_limit = 4 * fast.workers  # more than are ever in flight, which is less than twice the workers
+        self._no_limit = 4 * fast.workers  # more than can be in flight, which is less than twice the workers
         self._counted, self._one = at_most is not None, fast.workers + 1 if at_most else 0  # and the size of a stage
         self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
         self._good = fitting.under(bound)
@@ -71,7 +72,7 @@ class FittingPlacement:
         self.feasible = bool((self._labels.sent[0, 0] >= 0).any())
 
     def _ranges(self, a: int) -> Any:
-        """The places in `Spans.ranges` of the ranges from worker a on."""
+        """The indices in `Spans.ranges` of the ranges from worker a on."""
         found = []
         for place, some in self._fast.here(a):
             first = int(np.searchsorted(self._fitting.places, place))
@@ -79,7 +80,7 @@ class FittingPlacement:
         return np.concatenate(found)
 
     def _fewest_before(self) -> Any:
-        """For each worker and layer the fewest stages in front of them, as if as little was in flight as can be."""
+        """For each worker and layer the fewest stages before them, with as few microbatches in flight as possible."""
         cuts = self._fast.cuts(self._bound)
         between = [cuts[self._fast.between(a)] for a in range(1, self._workers)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
@@ -94,7 +95,7 @@ class FittingPlacement:
         return before
 
     def _stages(self, a: int) -> tuple[Any, _Labels]:
-        """The first layers and the labels of all stages from worker a on, each before all that is placed behind it."""
+        """The first layers and the labels of all stages from worker a on, each followed by all placements of the later layers."""
         which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
         ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
         row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
@@ -107,16 +108,16 @@ class FittingPlacement:
         which, i, j, r, ahead = which[row], i[row], j[row], r[row, 0], ahead[row, k]
         room = self._fitting.room(self._bound, which, i, j, ahead, self._relaxed)
         sent, most = ahead * r, (room + ahead) * r
-        most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it sends no more
+        most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it cannot send more
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
 
     def _keep(self, a: int, i: Any, found: _Labels) -> None:
-        """Put down what was found for worker a, as far as it is needed."""
+        """Store the labels found for worker a, without those that others dominate."""
         order = np.lexsort((-found.most, found.sent, found.size, i))
         i, found = i[order], found.take(order)
         same = (i, found.size) if self._relaxed else (i, found.size, found.sent)
         number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in same], 0))
-        most = found.most + number * 2 * self._no_limit  # so that of each number only the largest up to here count
+        most = found.most + number * 2 * self._no_limit  # so that only the largest of each number count
         needed = np.diff(np.maximum.accumulate(most), prepend=-1) > 0
         i, found = i[needed], found.take(needed)
         if self._counted and self._relaxed:
@@ -130,7 +131,7 @@ class FittingPlacement:
             column[a, i, rank] = values
 
     def _needed(self, i: Any, found: _Labels) -> Any:
-        """Which labels have none of the same layer before them, and so with a smaller size, that is as good."""
+        """Which labels are not dominated by an earlier one of the same layer, which has a smaller size."""
         needed = np.ones(len(i), bool)
         for start, stop in pairwise([*np.unique(i, return_index=True)[1].tolist(), len(i)]):
             sent, most = found.sent[start:stop], found.most[start:stop]
@@ -139,10 +140,10 @@ class FittingPlacement:
         return needed
 
     def stages(self) -> tuple[Placed, ...] | None:
-        """Stages that are fast enough and, by the true rules, fit; the first of `Reached.first` where that was asked.
+        """Stages that are fast enough and fit by the true rules; with `at_most`, the first ones in the order of `Reached.first`.
 
         Returns:
-            None where the relaxed rules lead to none; there may be some.
+            None if the search by relaxed rules finds none; there may still be some.
         """
         found = self._labels.take(0, 0)
         size = int(found.size[found.sent >= 0].min())
@@ -159,14 +160,14 @@ class FittingPlacement:
         return tuple(stages)
 
     def _next(self, i: int, a: int, size: int, before: Any, fits: Any) -> tuple[int, int, Any, Any] | None:
-        """The earliest cut, and the fewest replicas, that go on; and for the next stage what `before` and `fits` are for this one.
+        """The earliest cut with the fewest replicas that can be continued, and `before` and `fits` for the next stage.
 
         Args:
             i: the first layer.
             a: the first worker.
-            size: of what comes behind.
+            size: the size of the placement after this stage.
             before: for each number in flight at this stage the number at the stage before.
-            fits: whether the stages before fit with it.
+            fits: whether the earlier stages fit with it.
         """
         behind, which = np.arange(len(fits)), self._ranges(a)
         for j, row in np.argwhere(self._good[which, i].T).tolist():
@@ -177,7 +178,7 @@ class FittingPlacement:
                 ahead = 1 + -(-behind // r)
                 sent = np.minimum(ahead * r, len(fits) - 1)
                 wait = np.maximum(-(-before[sent] // r) - ahead, 0)
-                relaxed = self._relaxed and self._counted  # or the first that fit could be passed by
+                relaxed = self._relaxed and self._counted  # otherwise the first one that fits could be skipped
                 good = fits[sent] & (self._fitting.room(self._bound, which[row], i, j, ahead, relaxed) >= wait)
                 if (good[labels.sent] & (sent[labels.sent] <= labels.most)).any():
                     return j, r, sent, good

@@ -1,4 +1,4 @@
-"""Which runs of layers can be a stage where memory is limited: with how many microbatches in flight they fit, and under which bound."""
+"""Finds which runs of layers can be a stage with limited memory: with how many microbatches in flight they fit, and under which bound."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class FittingRanges:
     """The stages of a problem that fit, for all bounds.
 
     Attributes:
-        ranges: the levels, by their place in `Reach.levels`, and replicas that a stage can have.
+        ranges: the levels, as indices into `Reach.levels`, and numbers of replicas that a stage can have.
     """
 
     def __init__(self, problem: Problem, fast: FastRanges) -> None:
@@ -51,10 +51,10 @@ class FittingRanges:
         return np.any([self._ranges.room(i, j, r, ahead, policy, self._memory) >= 0 for policy in policies], 0)
 
     def under(self, bound: float) -> Any:
-        """For each of `ranges`, first layer and end: whether such a stage is fast enough and fits with as few in flight as there can be."""
+        """For each of `ranges`, first layer and end: whether the stage is fast enough and fits with as few in flight as possible."""
         ranges, fast = self._ranges, self._fast
         left = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
-        workers = left / (max(bound, left[0] / (2 * fast.workers)) or 1.0) * (1 - 1e-9)  # that what is left needs at least
+        workers = left / (max(bound, left[0] / (2 * fast.workers)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
         fewest = np.append(np.maximum(np.ceil(workers[:-1]), 1), 0)
         ahead = (1 + np.ceil(fewest / self.replicas[:, None])).astype(np.int64)
         good = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
@@ -72,11 +72,11 @@ class FittingRanges:
 
         Args:
             bound: seconds per microbatch.
-            which: its place in `ranges`.
+            which: its index in `ranges`.
             i: its first layer.
             j: one past its last layer.
             ahead: its microbatches in flight.
-            relaxed: whether an input that waits counts no more bytes than what stays of it from its forward to its backward.
+            relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
         room = np.full(np.shape(ahead), -1)
         for recompute, policies in self._kinds:

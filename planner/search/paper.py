@@ -1,9 +1,9 @@
-"""PipeDream's own recurrence (SOSP 2019, section 3.1), for comparison: level by level, each replicating whole components of the one inside.
+"""PipeDream's own recurrence (SOSP 2019, section 3.1), for comparison. It goes over the levels and replicates whole components of each.
 
     T(i, j, m) = 1/m · max(inner A(i, j, all), 2 (m - 1) · weights of i .. j / bandwidth)
     A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 · outputs at s / bandwidth, T(s, j, m')))
 
-Unlike `planner.search.pipedream` it can place no stage across a part of a component, uses all workers and knows no update and no memory.
+Unlike `planner.search.pipedream` it cannot place a stage on a part of a component, uses all workers, and ignores updates and memory.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from planner.search.partition import Partition, Placed, Problem, evaluate
 
 @dataclass(frozen=True)
 class _Solved:
-    """One level: A and T by number of components, each an array over first layer and one past the last; inf where there are no layers."""
+    """One level: A and T by number of components, each an array over first layer and one past the last; inf without layers."""
 
     best: list[Any]
     alone: list[Any]
@@ -27,15 +27,15 @@ class _Solved:
 def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> Partition:
     """The stages that the recurrence finds.
 
-    Where it replicates a pipeline inside a component, its stages are given all those replicas.
+    If it replicates a pipeline inside a component, each of its stages gets all replicas.
 
     Args:
-        problem: the costs and the workers; dispatch, updates, memory and M do not count.
-        price: "text": as the paper says. "code": as the released program counts, compute plus 4 (m - 1) / m of the weights, and cuts
-            for free.
+        problem: the costs and the workers; dispatch, updates, memory and M are ignored.
+        price: "text": the cost in the paper. "code": the cost in the released program, compute plus 4 (m - 1) / m of the weights, with
+            free cuts.
 
     Returns:
-        The stages, with the recurrence's own seconds; the rest as in `evaluate`.
+        The stages, with the seconds of the recurrence, and everything else as in `evaluate`.
     """
     layers, count = problem.layers, len(problem.layers)
     compute = np.concatenate([[0.0], np.cumsum([layer.forward + layer.backward for layer in layers])])
@@ -47,7 +47,7 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
     solved = list[_Solved]()
     for k, level in enumerate(problem.topology.levels):
         cuts = 2 * outputs / level.bandwidth if price == "text" else np.zeros(count + 1)
-        starts = 1 if k == len(problem.topology.levels) - 1 else count + 1  # at the outermost level only all layers from the first on
+        starts = 1 if k == len(problem.topology.levels) - 1 else count + 1  # at the outermost level only stages from the first layer on
         alone = [inside] + [_alone(inside, sizes, m, level, price) for m in range(1, level.count + 1)]
         solved.append(_Solved(_best(alone, cuts, starts), alone, cuts))
         inside = solved[-1].best[-1]
@@ -80,7 +80,7 @@ def _best(alone: list[Any], cuts: Any, starts: int) -> list[Any]:
 
 
 def _pieces(solved: list[_Solved], k: int, i: int, j: int, m: int) -> list[tuple[int, int, int]]:
-    """The stages behind A(i, j, m) of level k, with their replicas: of equal ones those cut least, then earliest."""
+    """The stages that give A(i, j, m) of level k, with their replicas; ties go to fewer, then earlier cuts."""
     if k < 0:
         return [(i, j, 1)]
     level, everything = solved[k], len(solved[k - 1].best) - 1 if k else 1

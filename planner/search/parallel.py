@@ -1,4 +1,4 @@
-"""Parallel pipelines: every width, depth, schedule, microbatch and batch for equal pipelines side by side, priced in closed form.
+"""Parallel equal pipelines: every width, depth, schedule, microbatch size and batch, priced in closed form.
 
 PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
 """
@@ -30,7 +30,7 @@ from planner.search.balance import balance
 from planner.search.candidate import Candidate
 from planner.search.stages import Layers, Stages
 
-EXTRA = (0, 1, 2)  # microbatches more in flight, tried for the schedules that never flush
+EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules that do not flush
 _ORIENTATIONS: tuple[Literal["replicas", "stages"], ...] = ("replicas", "stages")
 
 
@@ -43,21 +43,21 @@ def sweep(
     schedules: Sequence[str] = tuple(jpipe.schedules.SCHEDULES),
     price: Literal["closed form", "paper"] = "closed form",
 ) -> list[Candidate]:
-    """Price all plans of w pipelines of d stages with w d workers, all of the topology's; fewer only where no such plan fits.
+    """Price all plans of w pipelines of d stages on all w d workers of the topology; on fewer workers only if no such plan fits.
 
-    Each depth has the cut that balances compute best; where memory does not suffice for that one, the best of those for which it does.
-    Each stage has the cheapest recomputation that fits.
+    Each depth has the cut that balances compute best or, if that does not fit, the best balanced cut that fits. Each stage has the
+    cheapest recomputation that fits.
 
     Args:
         profile: the model's costs.
-        topology: where it is to run.
-        batch: the most rows between two updates.
-        exact: whether it has to be just as many rows.
-        schedules: those to try, of `jpipe.schedules.SCHEDULES`.
-        price: "closed form", which follows `jpipe.simulate`, or "paper", the appendix of 2BW.
+        topology: the topology.
+        batch: the largest number of rows per update.
+        exact: whether the batch must have exactly that many rows.
+        schedules: the schedules to try, of `jpipe.schedules.SCHEDULES`.
+        price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
 
     Returns:
-        All candidates, the best first; those that do not fit last, by how much they lack. Empty where no plan has such a batch.
+        All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
     run = _Sweep(profile, topology, batch, exact, tuple(schedules), price)
     found = [candidate for width, depth in run.full() for candidate in run.candidates(width, depth)]
@@ -66,16 +66,16 @@ def sweep(
             fewer = list(run.candidates(width, depth))
             found += fewer
             if fewer and all(candidate.over for candidate in fewer):
-                break  # with less depth they fit even less
+                break  # less depth needs even more memory
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds of a batch of a plan that `sweep` could have found, in closed form; cores that workers share left out.
+    """Seconds per batch of a plan from `sweep` in closed form, without the effect of shared cores.
 
     Args:
-        profile: the costs, not necessarily those it was found with.
-        topology: the links, likewise.
+        profile: the costs, possibly others than in the search.
+        topology: the links, possibly others than in the search.
         candidate: equal pipelines that update together.
     """
     width, depth, layers = candidate.replicas[0], candidate.depth, Layers(profile)
@@ -87,7 +87,7 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
 
 
 def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
-    """The price of a batch for each number of microbatches of a pipeline."""
+    """The price of a batch, for each number of microbatches of a pipeline."""
     m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
     if not rules.flushes:
         return steady_price(times, m, flown.hidden, pipelines.extra)
@@ -98,15 +98,15 @@ def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
 
 @dataclass(frozen=True)
 class _Fit:
-    """For each m that is legal, by stage: what the schedule says, the recomputation that was chosen, the bytes."""
+    """For each legal m, by stage: what the schedule says, the chosen recomputation, the bytes."""
 
     flown: Flights
-    policy: Any  # its place in Layers.policies
+    policy: Any  # its index in Layers.policies
     memory: Any
 
 
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
-    """What does not depend on the schedule; without recomputation."""
+    """Everything that does not depend on the schedule, without recomputation."""
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
     all_reduce = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
     return Times(
@@ -123,7 +123,7 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
 
 
 def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
-    """How many microbatches more in flight to try."""
+    """How many additional microbatches in flight to try."""
     return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
 
 
@@ -141,14 +141,14 @@ class _Sweep:
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """For each depth that leaves workers over, the deepest first, as many pipelines as can be."""
+        """For each depth that leaves workers idle, deepest first, the largest number of pipelines."""
         count = self.topology.num_workers
         for depth in range(min(len(self.profile.ids), count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))
 
     def _width(self, rows: int, most: int) -> int:
-        """The most pipelines that a batch is enough for; 0: not for one."""
+        """The largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
         whole, rest = divmod(self.batch, rows)
         if not self.exact or not whole:
             return min(most, whole)
@@ -165,7 +165,7 @@ class _Sweep:
                 for schedule, extra in self.tried:
                     rules, pipelines = jpipe.schedules.SCHEDULES[schedule], Pipelines(schedule, width, depth, extra)
                     if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
-                        continue  # the same as another one, for nothing is in flight
+                        continue  # the same as another one, because nothing is in flight
                     fit = self._fit(stages, pipelines, numbers)
                     if fit is None:
                         continue
@@ -174,7 +174,7 @@ class _Sweep:
                         yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
-        """The numbers of microbatches of a pipeline to try: powers of two, those times the depth, and the most."""
+        """The numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
         most, rest = divmod(self.batch, rows)
         if self.exact:
             return (most,) if most and not rest else ()
@@ -182,13 +182,13 @@ class _Sweep:
         return tuple(sorted(found | {most} - {0}))
 
     def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
-        """The cuts that balance compute best, without recomputation and with; mostly it is one."""
+        """The cuts that balance compute best, without and with recomputation; often they are the same."""
         forward, backward = self.layers.forward[n], self.layers.backward[n]
         cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
     def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
-        """Take for each stage the first policy that fits, else the smallest; None: no number of microbatches is legal."""
+        """For each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
         flown, width = flights(pipelines, numbers), pipelines.width
         if not flown.microbatches:
             return None

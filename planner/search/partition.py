@@ -1,8 +1,8 @@
-"""What the PipeDream search is asked and what it answers, and the plain evaluation of any answer.
+"""The problem of the PipeDream search, its solutions, and a straightforward evaluation of any solution.
 
-Workers are numbered innermost first. Stages take contiguous ranges of them without gaps, from worker 0 on; the last ones may stay idle.
-A sum over the replicas of a stage costs the slowest link of all levels that its range crosses, a cut that of all levels that the ranges
-of both its stages cross together.
+Workers are numbered innermost first. Stages take contiguous ranges of workers without gaps, from worker 0 on; the last workers may stay
+idle. A sum over the replicas of a stage uses the slowest link of all levels that its range crosses; a cut uses the slowest link of all
+levels that the ranges of both its stages cross together.
 """
 
 import math
@@ -25,23 +25,23 @@ SCHEDULE = PIPEDREAM
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be cut, for which machines.
+    """The layers to cut, and the machines.
 
     Attributes:
-        layers: what each costs for one microbatch.
+        layers: the costs of each layer for one microbatch.
         topology: the workers.
-        microbatches: M, between two updates over all replicas, which the replicas of every stage must divide; "replicas": each stage
+        microbatches: M, microbatches per update over all replicas, a multiple of the replicas of every stage; "replicas": each stage
             updates after one microbatch of each of its replicas, whose number is free.
         inputs: bytes of one microbatch's inputs.
         labels: bytes of its labels.
-        dispatch: seconds that each forward, backward and update of a stage costs besides its layers.
+        dispatch: seconds for each forward, backward and update of a stage, in addition to its layers.
         memory: bytes of a worker; None: not limited.
-        policies: recomputation policies that a stage may have. Each takes the cheapest that fits, of equal ones the first.
+        policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
         sync_state: as in `jpipe.Plan`.
-        extra_in_flight: as in `jpipe.Plan`; for `evaluate` alone, the searches count without.
+        extra_in_flight: as in `jpipe.Plan`; only `evaluate` uses it, the searches do not.
 
     Raises:
-        InputError: no policy; or memory is limited and a layer has no residual bytes for one.
+        InputError: there is no policy, or memory is limited and a layer has no residual bytes for a policy.
     """
 
     layers: Sequence[jpipe.programs.LayerCost]
@@ -75,7 +75,7 @@ class Problem:
         )
 
     def link(self, first: int, last: int) -> jpipe.Link:
-        """The slowest link of all levels that the workers first .. last cross."""
+        """The slowest link of all levels that the range of workers first .. last crosses."""
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
@@ -88,7 +88,7 @@ class Problem:
         return versions_held(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
     def shape(self, replicas: tuple[int, ...]) -> Shape:
-        """What the schedule reads of an answer with so many replicas of each stage."""
+        """The part of a solution that the schedule reads, for these numbers of replicas."""
         every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
         m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
         return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
@@ -101,7 +101,7 @@ class Placed(NamedTuple):
         start: its first layer.
         stop: one past its last layer.
         first: its first worker.
-        replicas: how many workers share it.
+        replicas: its number of workers.
         recompute: its recomputation policy.
     """
 
@@ -117,10 +117,10 @@ class Partition:
     """A way to cut and place the layers.
 
     Attributes:
-        stages: in order.
-        seconds: a microbatch, in steady state.
-        bound: what takes so long: ("stage", s), or ("cut", s) for the one behind stage s.
-        memory: bytes that a worker of each stage holds at most.
+        stages: the stages in order.
+        seconds: seconds per microbatch, in steady state.
+        bound: what limits the speed: ("stage", s), or ("cut", s) for the cut after stage s.
+        memory: peak bytes of a worker of each stage.
         over: the stage that lacks most memory and how many bytes; None: it fits.
     """
 
@@ -136,11 +136,11 @@ class Partition:
         return self.stages[-1].first + self.stages[-1].replicas
 
     def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
-        """The plan of it.
+        """The partition as a `jpipe.Plan`.
 
         Args:
-            ids: of the layers, in order.
-            problem: of which this is an answer.
+            ids: the layer ids, in order.
+            problem: the problem that it solves.
         """
         shape = problem.shape(tuple(s.replicas for s in self.stages))
         stages = [{"layers": tuple(ids[s.start : s.stop]), "replicas": s.replicas, "recompute": s.recompute} for s in self.stages]
@@ -155,7 +155,7 @@ class Partition:
 
 
 def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
-    """Price any stages and count their memory, one by one: the yardstick of the searches.
+    """Price any stages and count their memory, one by one: the reference for the searches.
 
     Args:
         problem: the costs and the workers.
@@ -190,7 +190,7 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
-    """Bytes that a worker of each stage holds at most.
+    """Peak bytes of a worker of each stage.
 
     Args:
         problem: the costs.

@@ -1,7 +1,7 @@
-"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the price and the memory that `planner.search.partition` writes down.
+"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the cost and memory defined in `planner.search.partition`.
 
-A bound on the seconds of a microbatch says which stages and cuts are fast enough; whether some of them make a pipeline is quickly found
-out (`fast_ranges`, or `fitting_placement` where memory is short). The least bound under which they do is found by bisection.
+A bound on the seconds per microbatch determines which stages and cuts are fast enough. `fast_ranges`, or `fitting_placement` with limited
+memory, tests quickly whether they make a pipeline. Bisection finds the smallest bound under which they do.
 """
 
 import math
@@ -15,23 +15,22 @@ from planner.search.partition import Partition, Placed, Problem, evaluate, secon
 from planner.search.ranges import Ranges
 
 TIE = 1e-9
-"""Times that differ by a smaller share are equal: no profile is so exact, and sums of floats are not."""
+"""Relative difference below which times count as equal: neither profiles nor floating-point sums are more exact."""
 
-_ENOUGH = 1e-2  # how near to the least memory a plan comes that fits nowhere
-_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # what to try first where memory is short: loose bounds take long
+_ENOUGH = 1e-2  # relative precision of the least memory, for a problem in which nothing fits
+_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first with limited memory: loose bounds take long
 
 
 def search(problem: Problem) -> Partition:
     """The stages and workers that train fastest and fit.
 
-    Of equally fast ones those with the fewest stages, then on the fewest workers, then, from the front, with the earliest cuts and the
-    fewest replicas.
+    Ties go to fewer stages, then fewer workers, then, from the front, earlier cuts and fewer replicas.
 
     Args:
         problem: the costs, the workers and the limits.
 
     Returns:
-        The best way, or, where none fits, one that needs about as little memory as can be; its `over` says how much is missing.
+        The best partition or, if none fits, one that needs about the least memory; its `over` says how much is lacking.
     """
     fast = FastRanges(problem, Ranges(problem))
     fastest = _fastest(problem, fast)
@@ -52,7 +51,7 @@ def search(problem: Problem) -> Partition:
 
 
 def _fastest(problem: Problem, fast: FastRanges) -> Partition:
-    """The answer without a limit of memory, with recomputation where that makes it fit without making it slower."""
+    """The solution without a memory limit, with recomputation if it then fits and is not slower."""
     recompute = "none" not in problem.policies
 
     def within(bound: float) -> Partition | None:
@@ -66,7 +65,7 @@ def _fastest(problem: Problem, fast: FastRanges) -> Partition:
 
 
 def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partition:
-    """About as little memory as can be, at any speed."""
+    """A partition that needs about the least memory, at any speed."""
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
@@ -81,18 +80,18 @@ def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partiti
 
 
 class _Fitting:
-    """The search where memory is short: by the relaxed rules, and where their answer does not fit by the true ones."""
+    """The search with limited memory: by the relaxed rules, and if their solution does not fit, by the true ones."""
 
     def __init__(self, problem: Problem, fast: FastRanges) -> None:
         self._problem, self._fast = problem, fast
         self._fitting = FittingRanges(problem, fast)
 
     def some(self, bound: float) -> Partition | None:
-        """Stages that are fast enough and fit; None: there are none."""
+        """Stages that are fast enough and fit, or None."""
         return self._found(bound, None)
 
     def first(self, best: Partition) -> Partition:
-        """Of those that are as fast the one that the ties go to."""
+        """Among equally fast stages, those that win ties."""
         found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.workers))
         assert found is not None
         return found
@@ -112,19 +111,19 @@ class _Fitting:
 def _squeeze(
     low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
 ) -> Partition:
-    """The least size under which there is something, up to a share of it.
+    """The solution of least size, up to a relative difference.
 
     Args:
-        low: no size is smaller.
-        best: something to begin with.
-        within: finds something under a bound of its size, or nothing.
-        size: what is to become small.
-        share: a smaller difference is none.
+        low: lower bound on the size.
+        best: a solution to begin with.
+        within: finds a solution whose size is within a bound, or None.
+        size: the size of a solution, to be minimized.
+        share: relative difference that does not matter.
     """
     above, just_below = 1e-3, False
     while low < size(best) * (1 - share):
         high = size(best)
-        # From below first, where often there is something, and where not it shows soon; near the end every other time just below the best.
+        # Low bounds come first: often one has a solution, and if not this shows soon. Near the end, every other one is just below the best.
         just_below = not just_below and high - low <= 0.01 * high
         bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
         found = within(bound)
@@ -136,7 +135,7 @@ def _squeeze(
 
 
 def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
-    """Give each stage the cheapest policy that fits, of those that are fast enough; the cheapest of all where none fits."""
+    """Give each stage the cheapest policy that fits and is fast enough, or the cheapest of all if none fits."""
     policies = sorted(problem.policies, key=lambda policy: policy != "none")
     options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
     chosen = []

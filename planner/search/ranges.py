@@ -1,4 +1,4 @@
-"""What any run of layers costs as one stage, from prefix sums; for whole arrays of runs at a time."""
+"""The costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from planner.cost.memory import stage_bytes
 from planner.cost.price import Number, all_reduce_seconds, stage_seconds
 from planner.search.partition import Problem
 
-_ENOUGH = 2**50  # bytes or inputs that wait: as good as no limit
+_ENOUGH = 2**50  # bytes or waiting inputs: as good as no limit
 
 
 class Ranges:
     """The runs [i, j) of a problem's layers.
 
     Attributes:
-        outputs: bytes that cross the cut before each layer; 0 before the first one and behind the last one, which are no cuts.
-        replicas: how many replicas a stage can have, ascending.
+        outputs: bytes that cross the cut before each layer; 0 before the first layer and after the last one, which are not cuts.
+        replicas: the numbers of replicas that a stage can have, ascending.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -43,7 +43,7 @@ class Ranges:
         return self._compute + self._forward if recompute else self._compute
 
     def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
-        """A microbatch of the stage [i, j), on workers that cross the levels up to `level`, -1 on one worker, recomputing or not."""
+        """Seconds per microbatch of the stage [i, j), on workers that cross the levels up to `level` (-1: one worker)."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if recompute:
@@ -54,10 +54,10 @@ class Ranges:
         return stage_seconds(compute, update, summed, replicas, every)
 
     def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
-        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or a few more.
+        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or slightly more.
 
-        A stage takes the larger of two sums over its layers: computing, and summing gradients behind all microbatches but one. Each sum is
-        looked up among those of all layers; the bound is a little wider, for the order of summing rounds otherwise than in `seconds`.
+        A stage takes the larger of two sums over its layers: computing, and summing gradients after all microbatches except one. Each sum
+        is looked up among those of all layers. The bound is slightly wider, because another order of summation rounds differently.
         """
         problem, layers = self._problem, np.arange(self.count + 1)
         every = replicas if problem.microbatches == "replicas" else np.full_like(replicas, problem.microbatches)
@@ -86,7 +86,7 @@ class Ranges:
             in_flight: n_s.
             policy: its recomputation.
             memory: bytes.
-            relaxed: whether an input that waits counts no more than what stays from a forward to its backward.
+            relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
         problem, inputs = self._problem, self._inputs[i]
         unchanged = self._kept(i, j, "none")
@@ -115,7 +115,7 @@ class Ranges:
 
 
 class _Most:
-    """The largest of values[i:j], for arrays of i < j: two overlapping windows, each a power of two long."""
+    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows whose lengths are powers of two."""
 
     def __init__(self, values: list[int]) -> None:
         rows = [np.array(values)]

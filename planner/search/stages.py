@@ -1,4 +1,4 @@
-"""What the stages of a cut cost, for all recomputation policies at once."""
+"""The costs of the stages of a cut, for all recomputation policies together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from planner.profile.profile import Profile
 
 @dataclass(frozen=True)
 class Stages:
-    """Costs by stage, as `jpipe.programs.sum_layer_costs` counts them: NumPy arrays over the stages, some with a first axis of policies.
+    """Costs by stage, counted as in `jpipe.programs.sum_layer_costs`: NumPy arrays over the stages, some with a first axis of policies.
 
-    At the last stage residuals count as such, even if forward and backward are one program, whose temporaries they then are.
+    At the last stage residuals are counted separately, although they are temporaries if forward and backward are one program.
 
     Attributes:
         starts: the first layer of each stage.
-        forward: seconds of one microbatch, dispatch included.
-        backward: the same, by policy: with the forward that is made again.
-        update: seconds, dispatch included.
+        forward: seconds per microbatch, including dispatch.
+        backward: the same, by policy, including recomputation.
+        update: seconds, including dispatch.
         weights: bytes of one version.
         optimizer: bytes.
         state: bytes.
         inputs: bytes of one microbatch.
         outputs: bytes that cross the cut; 0 at the last stage.
-        labels: bytes; 0 but at the last stage.
+        labels: bytes; 0 except at the last stage.
         residuals: bytes of one microbatch, by policy.
         temporary: bytes, by policy.
     """
@@ -47,7 +47,7 @@ class Stages:
 
 
 class Layers:
-    """The numbers of a profile as arrays, and the recomputation policies that all its layers know, in the order to try them in."""
+    """The numbers of a profile as arrays, and the recomputation policies for which all its layers have residuals, in the order of trial."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -67,7 +67,7 @@ class Layers:
 
     @cached_property
     def _once(self) -> dict[str, Any]:
-        """What does not depend on the microbatch."""
+        """The parts that do not depend on the microbatch size."""
         names = ("update", "weights", "optimizer", "state")
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
@@ -76,7 +76,7 @@ class Layers:
 
         Args:
             starts: the first layer of each stage.
-            n: counts the sizes.
+            n: index of the size.
         """
         first, profile = np.array(starts), self._profile
         inputs = np.append(profile.inputs[n], self._outputs[n, first[1:] - 1])

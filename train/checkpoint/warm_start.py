@@ -181,7 +181,7 @@ def _told(source: Source, model: Model, taken: Collection[str]) -> str:
     for layer_id, specs in model.items():
         if lacking := [name for name in specs if name not in taken]:
             found = source.specs.get(lacking[0])
-            what = "not there" if found is None else f"{found} there, {specs[lacking[0]]} in the model"
+            what = "missing" if found is None else f"{found} in the file, {specs[lacking[0]]} in the model"
             others.append(f"{layer_id} ('{lacking[0]}' is {what})")
     layers = sum(bool(specs) for specs in model.values())
     words = f"warm start: {layers - len(others)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"

@@ -115,8 +115,8 @@ def test_partial_takes_what_fits_and_says_what_does_not(home):
     del expected["embed/position/embedding"]
     check_equal(named(given), expected)
     assert told == [
-        f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is float32[8, 8] there, "
-        "float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is not there)"
+        f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is "
+        "float32[8, 8] in the file, float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is missing)"
     ]
     _, (many,) = loaded(home, home.file, "partial", model={"depth": 7})
     assert many.endswith(" and 3 more")

@@ -17,8 +17,8 @@ from train.config.config import Config, PlanConfig
 GPT_BYTES = Path(__file__).parents[3] / "configs" / "gpt-bytes.yaml"
 
 
-A_TAG = "config.yaml, line 1, column 7: this is not YAML as it should be: expected a plain value, found a tag (!); correct the text there"
-AN_ANCHOR = "config.yaml, line 1, column 7: this is not YAML as it should be: expected a plain value, found an anchor or alias (& or *);"
+A_TAG = "config.yaml, line 1, column 7: this YAML cannot be read: expected a plain value, found a tag (!); correct the text"
+AN_ANCHOR = "config.yaml, line 1, column 7: this YAML cannot be read: expected a plain value, found an anchor or alias (& or *);"
 BILLION_LAUGHS = (
     "a: &a [x, x]\n" + "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in itertools.pairwise("abcdefghij")) + "\nseed: *j"
 )
@@ -84,7 +84,7 @@ def test_every_spelling_of_a_number_is_one(number):
     "word", ["010", "08", "00", "-010", "0o10", "1:30", "1:30.5", "2001-01-01", "2001-1-1T10:00:00", "yes", "No", "ON", "off", "<<", "="]
 )
 def test_a_word_that_can_be_read_in_two_ways_is_refused_without_quotes(word):
-    message = f"here, line 1, column 5: this is not YAML as it should be: '{word}' can be read in two ways; write true, false or a plain"
+    message = f"here, line 1, column 5: this YAML cannot be read: '{word}' can be read in two ways; write true, false or a plain"
     with pytest.raises(InputError, match=re.escape(message)):
         parse(f"[1, {word}]", "here")
     assert parse(f"[1, '{word}']", "here") == [1, word]
@@ -104,18 +104,18 @@ def test_what_64_bits_hold_is_read(number):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this is not YAML as it should be: expected ',' or '}', but got ':'"),
-        ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this is not YAML as it should be: the key 'seed' occurs twice"),
+        ("train: {steps: 3\nseed: 1", "config.yaml, line 2, column 5: this YAML cannot be read: expected ',' or '}', but got ':'"),
+        ("seed: 1\nseed: 2", "config.yaml, line 2, column 1: this YAML cannot be read: the key 'seed' occurs twice"),
         (
             "optimizer:\n  lr_arguments: {0x1: 1, 1: 2}",
-            "config.yaml, line 2, column 26: this is not YAML as it should be: the key '1' occurs twice",
+            "config.yaml, line 2, column 26: this YAML cannot be read: the key '1' occurs twice",
         ),
-        ("seed: 1\nplan: \x07x", "config.yaml, line 2, column 7: this is not YAML as it should be: found character #x07; correct the text"),
+        ("seed: 1\nplan: \x07x", "config.yaml, line 2, column 7: this YAML cannot be read: found character #x07; correct the text"),
         (
             "seed: 1\n---\nseed: 2",
-            "config.yaml, line 2, column 1: this is not YAML as it should be: expected a single document in the stream, but found another",
+            "config.yaml, line 2, column 1: this YAML cannot be read: expected a single document in the stream, but found another",
         ),
-        ("[" * 51 + "]" * 51, "config.yaml, line 1, column 51: this is not YAML as it should be: nested too deeply"),
+        ("[" * 51 + "]" * 51, "config.yaml, line 1, column 51: this YAML cannot be read: nested too deeply"),
         ("train.steps: 3", "config.yaml: unknown key 'train.steps'; write 'steps' inside of 'train', without the dot"),
         ("schedul: gpipe", "config.yaml: unknown key 'schedul'; did you mean 'plan.schedule'?"),
         ("train: {Steps: 3}", "config.yaml: unknown key 'train.Steps'; did you mean 'train.steps'?"),
@@ -123,7 +123,7 @@ def test_what_64_bits_hold_is_read(number):
         ("train: {xyz: 3}", "config.yaml: unknown key 'train.xyz'; known: batch_size, eval_batches, eval_every, log_every, steps"),
         ('train: {"\\e[31msteps\\n": 3}', "config.yaml: unknown key 'train.\\x1b[31msteps\\n'; did you mean 'train.steps'?"),
         ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it in a config, as plan.file, or look at it with"),
-        ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this is not YAML as it should be: found character '\\t'"),
+        ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this YAML cannot be read: found character '\\t'"),
         ("seed: !!python/object/apply:os.getcwd []", A_TAG),
         ("seed: !!bool foo", A_TAG),
         ("seed: !!timestamp foo", A_TAG),
@@ -133,11 +133,11 @@ def test_what_64_bits_hold_is_read(number):
         ("seed: *a", AN_ANCHOR),
         (
             BILLION_LAUGHS,
-            "config.yaml, line 1, column 4: this is not YAML as it should be: expected a plain value, found an anchor or alias",
+            "config.yaml, line 1, column 4: this YAML cannot be read: expected a plain value, found an anchor or alias",
         ),
         (
             "train:\n  steps: 2001-99-99",
-            "config.yaml, line 2, column 10: this is not YAML as it should be: '2001-99-99' can be read in two ways;",
+            "config.yaml, line 2, column 10: this YAML cannot be read: '2001-99-99' can be read in two ways;",
         ),
         ("[" * 5000, "nested too deeply"),
         ("- seed", "config.yaml: expected a mapping of keys such as 'train:', found list"),
@@ -148,7 +148,7 @@ def test_what_64_bits_hold_is_read(number):
         ("model: {heads: 3}", "config.yaml: model: width 128 is not divisible by heads 3; change one of them"),
         ("plan: {recompute: 3}", "config.yaml: plan.recompute: expected a policy's name or a list of names, one for each stage, found 3"),
         ("seed: null", "config.yaml: seed: expected a valid integer, found None"),
-        (f"seed: 0x{'f' * 5000}", "config.yaml, line 1, column 7: this is not YAML as it should be: expected a number of at most 64 bits"),
+        (f"seed: 0x{'f' * 5000}", "config.yaml, line 1, column 7: this YAML cannot be read: expected a number of at most 64 bits"),
         (f"seed: {'f' * 5000}", "config.yaml: seed: expected a valid integer, found 'fff"),
         ("optimizer: {warmup_steps: 10000000000}", "optimizer.warmup_steps: expected less than or equal to 1000000000, found 10000000000"),
         ("model: {width: 4000000}", "config.yaml: model.width: expected less than or equal to 1000000, found 4000000"),
@@ -215,7 +215,7 @@ def test_all_mistakes_are_told_at_once(write):
         ("train.step=3", "config.yaml --set train.step=3: unknown key 'train.step'; did you mean 'train.steps'?"),
         ("trian.steps=3", "config.yaml --set trian.steps=3: unknown key 'trian'; did you mean 'train'?"),
         ("seed.x=3", "config.yaml --set seed.x=3: seed: expected a valid integer, found {'x': 3}"),
-        ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this is not YAML"),
+        ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this YAML cannot be read"),
     ],
 )
 def test_a_mistake_in_an_override_is_told_with_the_override(write, override, message):

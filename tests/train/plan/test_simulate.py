@@ -188,7 +188,7 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
         ("bytes.json", [], r"bytes.json: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
         ("bytes.yaml", [], r"bytes.yaml: expected text in UTF-8, found other bytes; is this a plan or a config\?"),
         ("replicas.json", [], r"replicas.json: microbatches: expected a multiple of the replicas of each stage, \[3, 1, 1, 1\]"),
-        ("broken.yaml", [], r"broken.yaml, line 3, column 1: this is not YAML as it should be"),
+        ("broken.yaml", [], r"broken.yaml, line 3, column 1: this YAML cannot be read"),
         ("text.yaml", [], r"text.yaml: expected a mapping of keys such as 'train:', found str"),
         ("tiny.yaml", ["--set", "plan.scheduler=gpipe"], r"unknown key 'plan.scheduler'; did you mean 'plan.schedule'\?"),
         ("tiny.yaml", ["--set", "plan.num_stages=9"], r"plan: expected between 1 and 3 stages \(the number of layers\), found 9"),
