@@ -1,1 +1,1 @@
-"""What a person sees of a run, and the signals a person sends it."""
+"""The output of a run in a terminal, and the signals that a run handles."""

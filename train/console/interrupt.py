@@ -1,4 +1,4 @@
-"""Ctrl-C that is never lost: Python drops a KeyboardInterrupt that lands in a callback, so the press is remembered as well."""
+"""Ctrl-C that is never lost: Python drops a KeyboardInterrupt raised in a callback, so the signal is also recorded."""
 
 import signal
 import sys
@@ -16,9 +16,9 @@ _held = False
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Remember the first Ctrl-C inside, besides raising KeyboardInterrupt; the second one ends the process at once.
+    """In this context, record the first Ctrl-C in addition to raising KeyboardInterrupt; the second one ends the process immediately.
 
-    Only where Python's own handler is in place: not in other threads, nor in a background job, which ignores Ctrl-C.
+    It has an effect only if Python's own handler is installed: not in other threads, nor in a background job, which ignores Ctrl-C.
     """
     global _pressed
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -39,7 +39,7 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let what is inside be finished: a Ctrl-C there is raised by the next `check`."""
+    """Finish the code in this context: the next `check` raises a Ctrl-C pressed in it."""
     global _held
     _held = True
     try:
@@ -49,7 +49,7 @@ def held() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed, whatever became of the one raised then."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed, even if the first KeyboardInterrupt was lost."""
     if _pressed:
         raise KeyboardInterrupt
 
@@ -60,13 +60,13 @@ def pressed() -> bool:
 
 
 def is_ours() -> bool:
-    """Whether this is inside `watched`, and Ctrl-C was not pressed yet."""
+    """Whether `watched` is active, and Ctrl-C was not pressed yet."""
     return signal.getsignal(signal.SIGINT) is _press
 
 
 def words(error: BaseException) -> str | None:
     """What to print for an error that Ctrl-C caused, in one line; None for another error."""
-    # Where the KeyboardInterrupt met C code, it may come out as any other error.
+    # A KeyboardInterrupt that passes through C code can become any other error.
     if not isinstance(error, KeyboardInterrupt) and not _pressed:
         return None
     message = isinstance(error, KeyboardInterrupt) and str(error)

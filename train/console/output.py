@@ -1,4 +1,4 @@
-"""Standard output and standard error that may go away: a closed pipe, a full disk, a terminal that has hung up."""
+"""Standard output and standard error that may fail: a closed pipe, a full disk, a lost terminal."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 
 class _Output:
-    """A text stream. Where it cannot be written any more, what follows goes nowhere: `ends` says whether the process ends then."""
+    """A text stream. When it can no longer be written, the process ends if `ends` is set; otherwise further output is dropped."""
 
     def __init__(self, stream: Any, *, ends: bool) -> None:
         self._stream, self._ends = stream, ends
@@ -36,7 +36,7 @@ class _Output:
         try:
             yield
         except OSError as error:
-            # Python writes what is left in its buffers when it ends, and C++ writes by itself: both succeed from here on.
+            # Python flushes its buffers when it ends, and C++ writes by itself: both succeed from here on.
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             if not self._ends:
@@ -49,10 +49,10 @@ class _Output:
 
 @contextlib.contextmanager
 def steady(*, ends: bool) -> Iterator[None]:
-    """Inside, no print fails because nobody reads it.
+    """In this context, no print fails because nobody reads it.
 
     Args:
-        ends: whether the process ends once its standard output is gone, as command line tools do; a run that trains goes on.
+        ends: whether the process ends if its standard output is lost, as command line tools do; a training run continues.
     """
     _open_the_first_three()
     before = sys.stdout, sys.stderr
@@ -69,7 +69,7 @@ def steady(*, ends: bool) -> Iterator[None]:
 
 
 def _open_the_first_three() -> None:
-    """Where the process was started without them (`>&-`): no file that is opened later may take their place."""
+    """If the process was started without them (`>&-`), reserve their descriptors, so that no file opened later gets them."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)

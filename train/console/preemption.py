@@ -1,9 +1,9 @@
-"""SIGTERM, SIGHUP and Ctrl-C while a run trains: all processes save at one step, and leave at one step when that is written.
+"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step, and end at the same step when that is written.
 
-JAX has a sync point for it (`jax.experimental.multihost_utils.reached_preemption_sync_point`), which is not used. Asking it waits in C++,
-Python's lock held, until all processes have answered: where one has died in that moment, the others stand still, for longer than any
-limit of jpipe, and cannot even say who is missing. And its handler takes every SIGTERM from the moment when processes connect, in which
-one that compiles should end at once; the second one, too.
+JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. It waits in C++,
+holding Python's lock, until all processes have answered: if one of them dies, the others block for longer than any limit of jpipe, and
+cannot report it. And its handler takes every SIGTERM after processes connect, although a process that compiles, and a second SIGTERM,
+should end the process immediately.
 """
 
 import contextlib
@@ -17,53 +17,53 @@ import jpipe
 from train.console import interrupt, signals
 
 Order = Literal["go on", "save", "leave"]
-"""What all processes do before a step: take a cut behind it, or end without it; or neither."""
+"""What all processes do before a step: continue, take a snapshot after it, or end without it."""
 
 _ORDERS: tuple[Order, ...] = get_args(Order)
-_CAME = "signal"  # under which a process sends the others the signal that it got
+_CAME = "signal"  # the topic by which a process sends its signal to the others
 LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 
 class Preemption:
-    """Notes the first of these signals inside, and says before each step what comes of it; the second one ends the process at once.
+    """Records the first of these signals, and decides before each step what to do; a second signal ends the process immediately.
 
-    SIGHUP never counts as a second one: when a connection drops, a shell and the kernel send several, and systemd sends it with SIGTERM.
-    Under `jpipe launch` nothing does: schedulers signal all processes, and the launcher passes its own signal on besides. At its second
-    signal the launcher kills all.
+    SIGHUP never counts as a second signal: when a connection drops, a shell and the kernel send several, and systemd sends it with
+    SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher forwards its
+    own signal as well. At its second signal the launcher kills all processes.
 
-    Process 0 decides, for all, a step ahead: nobody waits for it unless it is more than a step behind. A process that is lost
-    meanwhile is still detected.
+    Process 0 decides for all, one step ahead, so nobody waits for it unless it is more than a step behind. A process that is lost in the
+    meantime is still detected.
 
     Args:
-        processes: of the run; None where this one is alone.
-        saves: whether the run writes checkpoints at all; where not, the signals end the process as they do outside.
+        processes: the processes of the run; None if there is only one.
+        saves: whether the run writes checkpoints; if not, the signals end the process as usual.
 
     Attributes:
-        cut: the step of the checkpoint that is taken because of it; None before.
+        cut: the step of the checkpoint that is taken because of a signal; None before.
     """
 
     def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool) -> None:
         self._processes, self._saves = processes, saves
-        self._noted: int | None = None  # the first signal that came to this process
+        self._noted: int | None = None  # the first signal to this process
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
-        self._told: int | None = None  # the first that came to another one
-        self._announced = False  # whether process 0 has decided on the step that comes
+        self._told: int | None = None  # the first signal to another process
+        self._announced = False  # whether process 0 has decided on the next step
         self.cut: int | None = None
 
     @property
     def signal(self) -> int | None:
-        """Which signal came, to this process or, as far as this one knows, to another one; None for none. Then time is short."""
+        """The signal that this process or, as far as it knows, another one received; None for none. After a signal time is short."""
         if self._noted is None and self._processes is not None and self._processes.has_message(_CAME):
             self._told = self._told or int(self._processes.receive(_CAME)[0])
         return self._noted or self._told
 
     def order(self, step: int, is_saved: Callable[[], bool]) -> Order:
-        """What to do before `step`, the same in all processes; each asks before every step.
+        """What to do before `step`, the same in all processes; each process calls this before every step.
 
         Args:
-            step: that comes next.
-            is_saved: whether the cut is written in all processes, or cannot be; process 0 is asked.
+            step: the next step.
+            is_saved: whether all processes have written the snapshot, or cannot write it; called in process 0.
 
         Raises:
             PeerLost: the run is lost.
@@ -78,7 +78,7 @@ class Preemption:
         return order
 
     def __enter__(self) -> "Preemption":
-        # What somebody else does about them stays: a program around this one, a shell that has them ignored.
+        # Other handlers are kept: those of a program around this one, or of a shell that has the signals ignored.
         ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)
@@ -104,10 +104,10 @@ class Preemption:
         return "leave" if is_saved() else "go on"
 
     def _decided(self, processes: jpipe.processes.Processes, step: int) -> Order:
-        """What process 0 has announced, a step ago; before the first step it has not."""
+        """What process 0 announced one step earlier; before the first step there is no announcement."""
         if not self._announced:
             return "go on"
-        (number,) = processes.receive(_name(step), 0, f"word from process 0 about step {step}")
+        (number,) = processes.receive(_name(step), 0, f"a message from process 0 about step {step}")
         return _ORDERS[int(number)]
 
     def _announce(self, processes: jpipe.processes.Processes, step: int, is_saved: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ class Preemption:
 
 
 def _leave_at_the_second() -> Callable[[int], None]:
-    """What counts signals as they come."""
+    """The function that counts signals as they arrive."""
     count, launched = 0, _is_launched()
 
     def hear(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: phases, a bar with loss and speed on a terminal, plain lines everywhere else."""
+"""The progress of a run: phases, a bar with loss and speed on a terminal, lines elsewhere."""
 
 import statistics
 import time
@@ -14,11 +14,11 @@ from rich.text import Text
 
 from train.console.terminal import duration, printable
 
-_RECENT = 20  # steps: fewer would flicker, more would remember an evaluation for long
+_RECENT = 20  # steps: with fewer the speed flickers, with more an evaluation affects it for long
 
 
 class Reporter:
-    """Tells how a run of `steps` steps goes, each of `per_step` of what is counted in `unit` (tokens, samples); `clock` in seconds."""
+    """Prints the progress of a run of `steps` steps, each with `per_step` tokens or samples (`unit`); `clock` is in seconds."""
 
     def __init__(
         self, steps: int, per_step: int, unit: str, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
@@ -27,11 +27,11 @@ class Reporter:
         self._steps = steps
         self._per_step = per_step
         self.unit = unit
-        self._every = max(1, steps // 20)  # without a bar, about twenty lines a run
+        self._every = max(1, steps // 20)  # without a bar, about twenty lines per run
         self._clock = clock
         self._began = clock()
         self._last: float | None = None  # when the last step was finished
-        self._ticked: int | None = None  # which one that was
+        self._ticked: int | None = None  # its number
         self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds from one finished step to the next
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
@@ -42,8 +42,8 @@ class Reporter:
         self._console.print(printable(words), markup=False, soft_wrap=True)
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
-        """Print rows of words in straight columns; the first column holds their names, and where the others find no room beside it,
-        they follow in further tables. Columns whose head is in `words` begin at the left, as the first one."""
+        """Print rows in aligned columns. The first column has the names of the rows; columns that do not fit beside it follow in further
+        tables. Columns whose head is in `words` are aligned left, like the first one."""
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
         parts: list[list[int]] = [[0]]
@@ -61,7 +61,7 @@ class Reporter:
 
     @contextmanager
     def phase(self, words: str, remark: object = "") -> Iterator[None]:
-        """Announce a part of the start-up, and say afterwards how long it took, with what `remark` is as text by then."""
+        """Announce a part of the start-up, and print its duration afterwards, followed by the text of `remark`."""
         began = self._clock()
         if self._bar:
             with self._console.status(f"{words} …"):
@@ -73,7 +73,7 @@ class Reporter:
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce a part of the work that can be counted; the function inside takes how much of how much is done."""
+        """Announce countable work; the context gives a function that takes the number of finished parts and their total number."""
         began = self._clock()
         if not self._console.is_terminal:
             self.say(f"{words} …")
@@ -96,7 +96,7 @@ class Reporter:
             yield
 
     def tick(self, step: int) -> None:
-        """Step `step` is finished now, if that was not said before: `speed` is that after it."""
+        """Record that step `step` is finished now, unless it was recorded before; `speed` then includes it."""
         if step == self._ticked:
             return
         now, self._ticked = self._clock(), step
@@ -105,7 +105,7 @@ class Reporter:
         self._last = now
 
     def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None) -> None:
-        """Step `step` (from 0) is finished; `validation` is what `metrics.jsonl` has of one, `bubble` the last that was measured."""
+        """Step `step` (from 0) is finished; `validation` has the values in `metrics.jsonl`, `bubble` is the last measured one."""
         self.tick(step)
         words = f"loss {loss:.3f}"
         if self.speed is not None:
@@ -126,11 +126,11 @@ class Reporter:
 
     @property
     def speed(self) -> float | None:
-        """Tokens or samples per second in the recent steps; None until two are finished: before the first much is done only once."""
+        """Tokens or samples per second in the recent steps; None until two are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
         return self._per_step / seconds if seconds > 0 else None
 
     @property
     def seconds(self) -> float:
-        """Since the run began, start-up included."""
+        """Seconds since the run began, including start-up."""
         return self._clock() - self._began

@@ -1,6 +1,6 @@
-"""Signals that end a process: at once, whatever it is busy with, and also where it is process 1 of a container.
+"""Signals that end a process immediately, whatever it is doing, also if it is process 1 of a container.
 
-For process 1 the kernel has no default action: under SIG_DFL a signal is lost.
+For process 1 the kernel has no default action: with SIG_DFL it ignores a signal.
 """
 
 import contextlib
@@ -11,33 +11,33 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-_before: dict[int, Any] = {}  # the handlers that `handled` has replaced, while it has
+_before: dict[int, Any] = {}  # the handlers that `handled` has replaced for now
 
 
 def leave(number: int, frame: FrameType | None = None) -> None:
-    """End this process at once, with the exit code that a shell shows for the signal."""
+    """End this process immediately, with the exit code that a shell shows for the signal."""
     os._exit(128 + number)
 
 
 def usual(number: int) -> Any:
-    """The handler for what a signal does by default: as process 1, a function that does the same."""
+    """The handler for the default action of a signal; for process 1, a function with the same effect."""
     return leave if os.getpid() == 1 else signal.SIG_DFL
 
 
 def is_usual(number: int) -> bool:
-    """Whether nobody has asked for anything else than the default; a parent may have the signal ignored, as nohup does."""
+    """Whether a signal has its default handler; a parent, such as nohup, may have made this process ignore it."""
     return signal.getsignal(number) in (signal.SIG_DFL, leave)
 
 
 @contextlib.contextmanager
 def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals inside. Where `numbers` are none, or in a thread that is not the main one, nothing changes.
+    """Handle signals in this context. Without `numbers`, or outside the main thread, it has no effect.
 
     Args:
         numbers: the signals.
-        handler: called by the main thread, once it runs Python code.
-        received: called by another thread for each of them as it comes. While the main thread waits in C, for a device, say, Python calls
-            no handler, and takes two signals for one.
+        handler: called by the main thread when it runs Python code.
+        received: called by another thread for each signal as it arrives. While the main thread waits in C, for example for a device,
+            Python calls no handler, and counts two signals as one.
     """
     if not numbers or threading.current_thread() is not threading.main_thread():
         yield
@@ -59,13 +59,13 @@ def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None],
 
 
 def as_usual_in_process_1() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM and SIGHUP end this process inside, even if it is process 1 of a container."""
+    """In this context SIGTERM and SIGHUP end this process, even if it is process 1 of a container."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     return handled(numbers if os.getpid() == 1 else (), leave, leave)
 
 
 def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]) -> int:
-    """A file descriptor for signals as they come; a thread reads them, until the descriptor is closed."""
+    """A file descriptor for signals as they arrive; a thread reads them until the descriptor is closed."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -80,7 +80,7 @@ def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]
 
 
 def _leave_to_parent() -> None:
-    """In a child that a program forks: its signals do what they did before, and count for nothing in the parent."""
+    """In a forked child, restore the earlier handlers, and do not report its signals to the parent."""
     if _before:
         signal.set_wakeup_fd(-1)
         for number, handler in _before.items():

@@ -1,10 +1,10 @@
-"""Words for a terminal: text of a stranger's (names of files, layers, keys) cannot drive it."""
+"""Text for a terminal, escaped so that names from strangers (of files, layers, keys) cannot control it."""
 
 import sys
 
 
 def printable(line: str) -> str:
-    """The line with everything that is not printable, line breaks too, written as an escape."""
+    """The line with all characters that are not printable, including line breaks, escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -21,11 +21,11 @@ def duration(seconds: float) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what the error says; its type where it says nothing."""
+    """The first line of an error's message, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def fail(message: str, code: int) -> int:
-    """Print on standard error why a command ends; returns its exit code."""
+    """Print on standard error why a command ends; return its exit code."""
     print(f"jpipe: {message}", file=sys.stderr, flush=True)
     return code

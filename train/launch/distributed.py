@@ -76,12 +76,12 @@ def start(
     if me.process_id == 0:
         if _secret is None and not is_loopback(me.coordinator.host):
             _warn(
-                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can come as one of the processes; "
+                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can pose as one of the processes; "
                 f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
             )
         meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen)
         if meeting.dropped:
-            _warn(f"{meeting.dropped} while the processes met")
+            _warn(f"{meeting.dropped} while the processes connected")
         # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
         _at_the_end.callback(jax.distributed.shutdown)
         _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
@@ -176,7 +176,7 @@ def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -
     if coordinator is None or num_processes is None or process_id is None:
         missing = [name for name, value in zip(names, given, strict=True) if value is None]
         raise InputError(
-            f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a process alone none of them"
+            f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a single process needs none"
         )
     address = Address.parse(coordinator, names[0])
     if num_processes < 1:
@@ -201,8 +201,8 @@ def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
         coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
     except Exception as error:  # what a cluster's own tools raise
         raise InputError(
-            f"JAX takes this for a process of a cluster and cannot read which: {' '.join(str(error).split()) or type(error).__name__}; "
-            f"give {', '.join(_FLAGS)}, or --num-processes 1 for a process alone"
+            "JAX detects a cluster, but cannot read this process from its settings: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; give {', '.join(_FLAGS)}, or --num-processes 1 for a single process"
         ) from None
     if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user knows better; JAX reads it
         return (coordinator, num_processes, process_id), None

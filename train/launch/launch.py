@@ -96,7 +96,7 @@ def main(
                 return code
             _wait(pause, signals)
             if signals:
-                say(f"{signal.Signals(signals[0]).name} came; not starting again")
+                say(f"{signal.Signals(signals[0]).name} received; not starting again")
                 return 128 + signals[0]
             restarts, pause = restarts + 1, min(2 * pause, _LONGEST_PAUSE)
 

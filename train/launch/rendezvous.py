@@ -189,7 +189,7 @@ def _absent(missing: set[int], address: Address, num_processes: int, limit: floa
     named = f"{', '.join(map(str, sorted(missing)[:8]))}{', …' if len(missing) > 8 else ''}"
     one = len(missing) == 1
     return (
-        f"process{'' if one else 'es'} {named} of {num_processes} did not come to {address} within {limit:g} s; check that "
+        f"process{'' if one else 'es'} {named} of {num_processes} did not connect to {address} within {limit:g} s; check that "
         f"{'it was' if one else 'they were'} started, with the same coordinator, and can reach it; --connect-limit waits longer"
     )
 
@@ -207,7 +207,7 @@ def _ask(link: socket.socket, address: Address, process_id: int, num_processes: 
         return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _PATIENCE)
     except TimeoutError:
         problem = (
-            f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 is there, it still waits "
+            f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 runs there, it still waits "
             "for others: give all the same --connect-limit; if another program uses that port, choose another one"
         )
     except handshake.UnknownHere:

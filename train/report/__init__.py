@@ -1,1 +1,1 @@
-"""What a run leaves to look at: metrics, measurements, pictures and the report."""
+"""The output of a run: metrics, measurements, pictures and the report."""

@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-SMOOTHED_FROM = 80  # losses: of fewer a mean would smooth nothing
+SMOOTHED_FROM = 80  # losses: with fewer, a running mean has no effect
 
 _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
-_MOST_POINTS = 2000  # more than that no picture shows
-_MOST_VALIDATIONS = 30  # more points than that would hide the line
+_MOST_POINTS = 2000  # a picture cannot show more
+_MOST_VALIDATIONS = 30  # more points would hide the line
 
 
 def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
     """Draw the training losses, lightly, with their running mean, and the validation losses as points.
 
-    Losses that are not finite are left out; of very many the highest and the lowest of each stretch are drawn.
+    Losses that are not finite are left out. Of very many losses only the highest and the lowest of each interval are drawn.
 
     Args:
-        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
-        unit: of the losses; may be empty.
+        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` if evaluated.
+        unit: unit of the losses; may be empty.
 
     Returns:
-        The figure; `figure.savefig(path)` needs no screen.
+        The figure; `figure.savefig(path)` works without a display.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -85,19 +85,19 @@ def _dress(axes: "matplotlib.axes.Axes", unit: str) -> None:
 
 
 def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:
-    """Whether the training losses are of every step, up to the last."""
+    """Whether there is a training loss for every step, up to the last."""
     steps = [row["step"] for row in rows if "loss" in row]
     return all(later == step + 1 for step, later in itertools.pairwise(steps))
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    """The steps that have a finite value of this name, and the values."""
+    """The steps with a finite value of this name, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if name in row and np.isfinite(row[name])]
     return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
 
 
 def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
-    """The mean of about `width` values around each: fewer at the beginning, where a loss falls fast, those before it at the end."""
+    """The running mean over about `width` values: over fewer at the beginning, where a loss falls fast, over earlier ones at the end."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
     half = np.minimum(places, width // 2)
@@ -106,7 +106,7 @@ def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.nd
 
 
 def extremes(values: Float64[np.ndarray, " n"], stretches: int) -> Int64[np.ndarray, " m"]:
-    """Places of the values to draw: all, or the lowest and the highest of each stretch, and the last."""
+    """Indices of the values to draw: all, or the lowest and the highest of each interval, and the last."""
     places = np.arange(len(values))
     if len(values) <= 2 * stretches:
         return places

@@ -1,4 +1,4 @@
-"""The losses of a run as they come in: read, checked, written and shown."""
+"""The losses of a run: read when they arrive, checked, written and shown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,20 @@ from train.report.measure import Measure
 from train.report.tensorboard import TensorBoard
 
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
-"""Of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what these come of."""
+"""Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
 
 TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second"})
-"""What a row has that is another number when the same run is run again."""
+"""The values of a row that differ when the same run is repeated."""
 
 
 def repeatable(row: Mapping[str, float]) -> dict[str, float]:
-    """What a row has that the same run, run again or resumed, gives again, bit for bit."""
+    """The values of a row that a repeated or resumed run gives again, bit for bit."""
     return {name: value for name, value in row.items() if name not in TIMES}
 
 
 class RunStopped(RuntimeError):
-    """The run could not go on; what came before is in its folder."""
+    """The run could not continue; its folder has the earlier steps."""
 
 
 class NonFiniteLoss(RunStopped):
@@ -37,10 +37,10 @@ class NonFiniteLoss(RunStopped):
 
 
 class MetricsLog:
-    """Turns losses, as they come in, into rows of `metrics.jsonl`, events for TensorBoard and words on the screen.
+    """Turns losses into rows of `metrics.jsonl`, events for TensorBoard and lines on the screen.
 
-    In the processes that write nothing it reads the same losses, so that all stop at the same step.
-    Rows for which the disk has no room are kept, where the config says to go on without it, and written as soon as there is some.
+    Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
+    continue, rows are kept in memory, and written when there is space again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MetricsLog:
     ) -> None:
         self._config = config.train
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
-        self._lacks_rows = False  # whether some are not on the disk, and the user knows
+        self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
         self._tensorboard = tensorboard
         self._reporter = reporter
@@ -68,20 +68,20 @@ class MetricsLog:
 
     @property
     def seconds(self) -> float:
-        """Since the run began, start-up included."""
+        """Seconds since the run began, including start-up."""
         return self._reporter.seconds
 
     @property
     def folder(self) -> Path | None:
-        """Where the rows are written, if they are."""
+        """The folder to which rows are written, if any."""
         return None if self._folder is None else self._folder.path
 
     def validation(self, step: int, found: "Validation") -> None:
-        """It goes into the row of `step`; nothing waits for it yet."""
+        """Add a validation to the row of `step`, without waiting for its numbers."""
         self._validation[step] = found
 
     def validated(self, step: int) -> dict[str, float] | None:
-        """What goes into the row of `step`, or has gone there; None: nothing."""
+        """The validation in the row of `step`, or None."""
         known = self._validation.get(step)
         return None if known is None else means(known)
 
@@ -98,7 +98,7 @@ class MetricsLog:
             logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
             if logged and self._folder is not None:
                 row |= self._progress(step)
-                self._log(self._folder, row)  # first: whatever is printed can be found there
+                self._log(self._folder, row)  # first, so that everything printed is also in the file
             self.through = step
             measured = self._measure.measured
             bubble = None if measured is None else measured.bubble
@@ -108,7 +108,7 @@ class MetricsLog:
                 self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def close(self) -> None:
-        """Try once more to write the rows that are not on the disk, if there are any."""
+        """Try again to write the rows that are missing on disk, if there are any."""
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
             if self._lacks_rows:
@@ -131,7 +131,7 @@ class MetricsLog:
             self._lacks_rows = False
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Learning rate, time and speed, as far as they are known."""
+        """Learning rate, time and speed, if known."""
         updates, speed = self._history.updates(step), self._reporter.speed
         found = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
         found["seconds"] = round(self._history.seconds, 3)
@@ -153,13 +153,13 @@ class MetricsLog:
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
-            hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
+            hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps"
             raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}; {hint}"))
         return value
 
 
 def means(found: Validation) -> dict[str, float]:
-    """The loss and the metrics over all the batches of a validation, as a row has them; each batch counts for its weight."""
+    """The loss and the metrics over all batches of a validation, in the form of a row; batches are weighted by their weights."""
     if isinstance(found, Mapping):
         return dict(found)
     of_metrics = {f"val_{name}": [evaluation.metrics[name] for evaluation in found] for name in found[0].metrics}
@@ -174,7 +174,7 @@ def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
             return math.nan
         raise jpipe.InputError(
             f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so that there is no mean; "
-            "give validation data with rows that count, or change the loss"
+            "give validation data with unmasked examples, or change the loss"
         )
     return sum(float(batch.mean) * weight for batch, weight in zip(batches, weights, strict=True)) / sum(weights)
 

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: loss.png, timeline.png, memory.png, trace.json for Perfetto, and report.html, which needs no other file."""
+"""The report of a run: loss.png, timeline.png, memory.png, trace.json for Perfetto, and report.html, which needs no other file."""
 
 import base64
 import html
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 _PAGE = Path(__file__).with_name("report_page.html")
 _MUCH_SLOWER = 1.5  # times the prediction
 _SHORT = 2e-3  # seconds
-_MOST_PARTS = 50  # of a run that was resumed, the last
+_MOST_PARTS = 50  # the last parts of a resumed run
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a run.
+    """The data of a report.
 
     Attributes:
-        title: of the page.
-        facts: what ran, in words (`{"schedule": "pipedream_2bw", …}`), in order.
-        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` where evaluated.
-        predicted: batches of the run as simulated.
-        measured: the same batches as traced.
-        unit: of the losses; may be empty.
-        processes: how many ran it.
-        workers: stage and replica of each, as `jpipe.Plan.workers` has them; may be empty.
-        stages: in order; may be empty.
-        parts: of the run, each up to where it was resumed; may be empty.
+        title: title of the page.
+        facts: facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in order.
+        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` if evaluated.
+        predicted: simulated batches of the run.
+        measured: the same batches, traced.
+        unit: unit of the losses; may be empty.
+        processes: number of processes.
+        workers: stage and replica of each worker, as in `jpipe.Plan.workers`; may be empty.
+        stages: the stages in order; may be empty.
+        parts: the parts of a resumed run; may be empty.
     """
 
     title: str
@@ -57,13 +57,13 @@ class Report:
 
     @property
     def windows(self) -> dict[str, jpipe.programs.Window]:
-        """Those that there are, by name."""
+        """The existing windows, by name."""
         both = {"predicted": self.predicted, "measured": self.measured}
         return {name: window for name, window in both.items() if window is not None}
 
 
 class Comparison(NamedTuple):
-    """One quantity, predicted and measured, in words; `ratio` is measured / predicted. What is not known is `–`."""
+    """One quantity, predicted and measured, as text; `ratio` is measured / predicted. Unknown values are `–`."""
 
     quantity: str
     predicted: str
@@ -72,7 +72,7 @@ class Comparison(NamedTuple):
 
 
 def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None) -> list[Comparison]:
-    """Step time, bubble and the peak memory of each worker, side by side."""
+    """Step time, bubble and the peak memory of each worker, predicted and measured."""
     windows = predicted, measured
     workers = max((len(window.memory) for window in windows if window), default=0)
     rows = [
@@ -87,12 +87,12 @@ def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Wi
 
 
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
-    """What was measured of a plan in the terms of the planner's prediction.
+    """The measurement of a plan, in the form of the planner's prediction.
 
     Args:
-        plan: that ran.
+        plan: the plan of the run.
         measured: a window of the run.
-        costs: for each stage the sizes that no window shows, see `unseen_bytes`.
+        costs: for each stage the sizes that a window does not include, see `unseen_bytes`.
     """
     held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
     peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
@@ -100,7 +100,7 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
 
 
 def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
-    """What each stage holds only while a program runs: its scratch memory, and what forward and backward in one use up."""
+    """Bytes that each stage holds only while a program runs: scratch memory, and residuals of a fused forward and backward."""
     found = [cost.temporary for cost in costs]
     if jpipe.schedules.SCHEDULES[plan.schedule].fuses(plan, plan.depth - 1):
         found[-1] += costs[-1].inputs + costs[-1].labels
@@ -108,7 +108,7 @@ def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
 
 
 def compare_with_plan(predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
-    """What the planner predicted beside what was measured."""
+    """The planner's prediction beside the measurement."""
     rows = [
         _comparison("time of a step", _time, [predicted.batch_seconds, measured.batch_seconds]),
         _comparison("bubble (idle share)", _share, [predicted.bubble, measured.bubble]),
@@ -119,7 +119,7 @@ def compare_with_plan(predicted: jpipe.plan.Predicted, measured: jpipe.plan.Pred
 
 
 def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, processes: int = 1) -> str | None:
-    """What makes measured steps of so many processes take much longer than predicted, in words; None where they do not."""
+    """Why the measured steps take much longer than predicted, as text; None if they do not."""
     if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
         return None
     median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
@@ -130,17 +130,16 @@ def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs
         )
     if processes > 1:
         return (
-            "Steps take longer than predicted: the prediction leaves out what moves between processes, and that processes of one machine "
-            "share its cores; between stages plan.extra_in_flight=1 hides transfers behind one more microbatch."
+            "Steps take longer than predicted: the prediction ignores transfers between processes, and that processes of one machine "
+            "share its cores; plan.extra_in_flight=1 hides transfers between stages by one more microbatch in flight."
         )
     return "Steps take longer than predicted: other programs used the cores at the same time."
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write the pictures, the trace and the page into a folder that is there, each file whole or not at all.
+    """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
-    Of a run without losses there is no `loss.png`, of one without windows no `timeline.png`, `memory.png` or `trace.json`:
-    the page says so.
+    A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so.
 
     Raises:
         OSError: the folder cannot be written.
@@ -161,7 +160,7 @@ def write_report(folder: Path, report: Report) -> None:
     write_atomically(folder / "report.html", _page(report, pictures))
 
 
-# The page: everything that comes from outside passes through `_escape`. ------------------------------------------------------
+# The page: everything from outside passes through `_escape`. ------------------------------------------------------------------
 
 
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
@@ -184,7 +183,7 @@ def _results(report: Report) -> str:
         if len(values) and not results:
             name = f"{words}, {report.unit}" if report.unit else words
             results[name] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-    for kind, window in list(report.windows.items())[-1:]:  # what was measured, or else the prediction
+    for kind, window in list(report.windows.items())[-1:]:  # the measurement, or else the prediction
         results[f"time of a step, {kind}"] = _time(window.step_seconds)
         results[f"bubble, {kind}"] = _share(window.bubble)
         if any(window.memory):
@@ -195,7 +194,7 @@ def _results(report: Report) -> str:
 
 
 def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
-    """Time, speed and learning rate, as far as the rows have them."""
+    """Time, speed and learning rate, if the rows have them."""
     results = {}
     if seconds := [row["seconds"] for row in rows if "seconds" in row]:
         results["duration"] = duration(seconds[-1])
@@ -245,7 +244,7 @@ def _loss(report: Report, picture: bytes | None) -> str:
         alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
     smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
     of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
-    how = f"The thin line is the loss of {of}, the strong one its running mean" if smoothed else f"The line is the loss of {of}"
+    how = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
     how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
     return _figure(picture, "small", alt, f"{how}{note}")
 
@@ -256,7 +255,7 @@ def _comparison_table(report: Report) -> str:
     table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured))
     return table + _note(
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
-        "sizes from shapes alone; a ratio (measured / predicted) of 1 means that it was right. "
+        "sizes from shapes alone; a ratio (measured / predicted) of 1 means an exact prediction. "
         + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
         + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
     )
@@ -292,7 +291,7 @@ def _only(report: Report) -> str:
 
 
 def _figure(picture: bytes, size: str, alt: str, caption: str) -> str:
-    # What is wide scrolls on a phone; a keyboard can scroll it too.
+    # Wide content scrolls on a phone, and can be scrolled by keyboard.
     data = base64.b64encode(picture).decode()
     image = f'<img src="data:image/png;base64,{data}" alt="{_escape(alt)}">'
     scrolls = f' tabindex="0" role="region" aria-label="{_escape(alt)}"' if size == "wide" else ""
@@ -313,7 +312,7 @@ def _note(words: str) -> str:
 
 
 def _escape(words: str) -> str:
-    # A path may hold bytes that are no UTF-8; Python keeps them as surrogates, which no file can be written with.
+    # A path may have bytes that are not UTF-8; Python represents them by surrogates, which cannot be written to a file.
     return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
 
 

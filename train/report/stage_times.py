@@ -1,4 +1,4 @@
-"""The stages of a run in a table: layers, parameters, and how long their computations take."""
+"""A table of the stages of a run: layers, parameters, and the times of their computations."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ class Stage:
     """One stage.
 
     Attributes:
-        layers: their ids.
-        parameters: how many numbers the optimizer changes.
-        workers: that compute it, by their index.
+        layers: the ids of its layers.
+        parameters: the number of its parameters.
+        workers: the indices of its workers.
     """
 
     layers: tuple[str, ...]
@@ -25,7 +25,7 @@ class Stage:
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of the table; the times are medians over the computations of a window, `–` where there is none."""
+    """Head and rows of the table; the times are medians over the computations of a window, or `–`."""
     kinds = [op for op in _KINDS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
     head = "stage", "layers", "parameters", *(_KINDS[op] for op in kinds), *(() if window is None else ("busy",))
     rows = []

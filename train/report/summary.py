@@ -1,4 +1,4 @@
-"""What a run came to: its report, and its closing lines."""
+"""The end of a run: its report and its closing lines."""
 
 import shlex
 import signal
@@ -26,9 +26,9 @@ from train.report.stage_times import Stage
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: validation losses, the time it took; in process 0 where it was written, and the last measured window.
+    """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
 
-    Of a run that a signal has ended, `stopped_by`, there is no loss after it, and `steps` is that of the checkpoint with which it goes on.
+    If a signal, `stopped_by`, ended the run, there is no loss after it, and `steps` is the step of the checkpoint from which it resumes.
     """
 
     steps: int
@@ -38,12 +38,12 @@ class Summary:
     folder: Path | None
     predicted: jpipe.programs.Window | None
     measured: jpipe.programs.Window | None
-    planned: tuple[report.Comparison, ...] = ()  # beside what the planner predicted
+    planned: tuple[report.Comparison, ...] = ()  # with the planner's prediction
     stopped_by: int | None = None
 
 
 def name_of(number: int) -> str:
-    """Of a signal, as a person knows it."""
+    """The name of a signal for users."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -57,7 +57,7 @@ def write_report(
     stages: Sequence[Stage],
     parts: Sequence[Part],
 ) -> None:
-    """Leave the pictures and the report of what there is; a run is worth more than its report, so nothing here stops it."""
+    """Write the pictures and the report, as far as possible; an error here does not stop the run."""
     plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
     per_step, unit = data.portion(config)
     known = {
@@ -84,9 +84,7 @@ def write_report(
             of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan.workers, stages, parts)
             report.write_report(folder.path, of_run)
     except OSError as error:
-        reporter.say(
-            f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not touched by this"
-        )
+        reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
 
@@ -100,7 +98,7 @@ def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
 
 
 def command_line() -> str:
-    """The command of this process, as it would be typed."""
+    """The command line of this process."""
     program = Path(sys.argv[0]).name
     ours = program in ("jpipe", "jpipe_command.py", "cli.py")
     return shlex.join(["jpipe" if ours else program, *sys.argv[1:]])
@@ -126,7 +124,7 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
     if summary.val_loss_after is None:
         reporter.say(
             f"stopped by {name_of(summary.stopped_by or signal.SIGTERM)}; the checkpoint of step {summary.steps} is written, "
-            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} goes on there"
+            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} resumes there"
         )
         return
     drawn = (summary.folder / "report.html").is_file()

@@ -1,4 +1,4 @@
-"""A run's numbers for TensorBoard: `tensorboard --logdir RUN` shows them while the run goes on."""
+"""A run's numbers for TensorBoard: `tensorboard --logdir RUN` shows them during the run."""
 
 import contextlib
 import secrets
@@ -10,24 +10,24 @@ from types import TracebackType
 from jpipe.files import make_folder
 from train.console import interrupt
 
-_START = 1  # of a session: what earlier files say of this step and later ones is left out
+_START = 1  # start of a session: TensorBoard ignores this step and later ones in earlier files
 _FLUSH_SECONDS = 2.0  # a flush waits for the disk: not at every step
 
 
 class TensorBoard:
     """Writes scalars into a folder; close it, or use it in a `with`.
 
-    A run is worth more than its curves: when the folder cannot be written (a full disk, say), this says so once and
-    writes nothing more. A Ctrl-C inside a write waits until the record is whole.
+    If the folder cannot be written, for example because the disk is full, it reports that once and writes no more; the run continues. A
+    Ctrl-C during a write waits until the record is complete.
 
     Args:
-        folder: it is created if it does not exist.
+        folder: the folder; it is created if it does not exist.
         say: takes the message, one line.
-        flush_seconds: how long what was written may wait until it can be seen.
+        flush_seconds: the longest time until written values are visible.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], flush_seconds: float = _FLUSH_SECONDS) -> None:
-        # Its SummaryWriter writes in a thread, which dies of a full disk and leaves the run waiting for ever: below it are records.
+        # TensorBoard's SummaryWriter writes in a thread, which a full disk ends, and the run would wait forever; so write records directly.
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.record_writer import RecordWriter
 
@@ -38,7 +38,7 @@ class TensorBoard:
         self._records: RecordWriter | None = None
         with self._surviving():
             make_folder(folder)
-            # Read in the order of their names: those of a run that goes on later come behind. It follows links: the end is random.
+            # Files are read in the order of their names: a resumed run comes later. Opening follows links, so names end randomly.
             name = f"events.out.tfevents.{time.time_ns()}.{secrets.token_hex(8)}"
             self._records = RecordWriter(str(folder.absolute() / name))
         self._write({"file_version": "brain.Event:2"})
@@ -52,7 +52,7 @@ class TensorBoard:
         self._write({"step": step, "summary": {"value": values}})
 
     def close(self) -> None:
-        """Bring everything to the disk; what is written afterwards is dropped."""
+        """Write everything to disk; later values are dropped."""
         with self._surviving():
             if self._records:
                 self._records.flush()
@@ -81,6 +81,6 @@ class TensorBoard:
         except OSError as error:
             self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run goes on without TensorBoard")
             if self._records:
-                with contextlib.suppress(OSError):  # the same once more, but it is closed
+                with contextlib.suppress(OSError):  # it may fail again, but the file is closed
                     self._records.close()
                 self._records = None

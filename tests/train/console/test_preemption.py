@@ -223,7 +223,7 @@ def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=LIMIT)
             wait_until_gone(numbers)
-        assert (process.returncode, err) == (expected, "jpipe: SIGTERM came; not starting again\n" if expected else "")
+        assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
 
 
 @pytest.mark.slow

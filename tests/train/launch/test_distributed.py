@@ -139,7 +139,7 @@ def test_the_environment_says_who_a_process_is(monkeypatch):
     [
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID: missing; each of several processes needs all of"),
         ({"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID: expected a whole number, found 'x'"),
-        (SLURM | {"SLURM_PROCID": "?"}, "JAX takes this for a process of a cluster and cannot read which: invalid literal for int()"),
+        (SLURM | {"SLURM_PROCID": "?"}, "JAX detects a cluster, but cannot read this process from its settings: invalid literal for int()"),
         (SLURM | {"SLURM_PROCID": "4"}, "JAX_PROCESS_ID: expected a number from 0 to 3, for 4 processes, found 4"),
         ({"JAX_COORDINATOR_ADDRESS": "x", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
     ],
@@ -189,7 +189,7 @@ def test_a_port_is_free_again_after_the_meeting(address):
 def test_those_who_do_not_come_are_named_by_all_the_others(address):
     told = meet(address, (2, 4), num_processes=4, host_limit=0.5)
     assert set(told) == {
-        f"processes 1, 3 of 4 did not come to {address} within 0.5 s; check that they were started, with the same coordinator, "
+        f"processes 1, 3 of 4 did not connect to {address} within 0.5 s; check that they were started, with the same coordinator, "
         "and can reach it; --connect-limit waits longer"
     }
 
@@ -197,9 +197,9 @@ def test_those_who_do_not_come_are_named_by_all_the_others(address):
 def test_a_process_0_that_waits_longer_is_no_other_program(address, monkeypatch):
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
     told = meet(address, (1, 3), limit=1.0, host_limit=2.0)
-    assert told[0].startswith(f"processes 1, 2 of 3 did not come to {address} within 2 s; ")
+    assert told[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
     assert told[1] == (
-        f"process 1 had no answer from {address} within 1.1 s; if process 0 is there, it still waits for others: give all the same "
+        f"process 1 had no answer from {address} within 1.1 s; if process 0 runs there, it still waits for others: give all the same "
         "--connect-limit; if another program uses that port, choose another one"
     )
 
@@ -255,7 +255,7 @@ def test_the_command_says_it_in_one_line_and_exits_with_2(address, tiny, tmp_pat
     assert re.fullmatch(f"jpipe: process 1 cannot reach the coordinator, process 0, at {address} [^\n]*\n", capsys.readouterr().err)
     assert main(["train", str(config), *flags, "0"]) == 2
     assert re.fullmatch(
-        f"jpipe: process 1 of 2 did not come to {address} within 0.2 s; check that it was [^\n]*\n", capsys.readouterr().err
+        f"jpipe: process 1 of 2 did not connect to {address} within 0.2 s; check that it was [^\n]*\n", capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()
 

@@ -228,7 +228,7 @@ def test_what_a_signal_ends_is_not_started_again(number):
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT / 2)
         wait_until_gone(numbers)
-    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} came; not starting again\n")
+    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} received; not starting again\n")
 
 
 def test_a_signal_ends_the_wait_before_the_next_attempt():
@@ -236,7 +236,7 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
         assert "starting all again in 1000 s (1 of 5)" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT / 2)
-    assert (process.returncode, err) == (130, "jpipe: SIGINT came; not starting again\n")
+    assert (process.returncode, err) == (130, "jpipe: SIGINT received; not starting again\n")
 
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):

@@ -358,7 +358,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     assert calls[1] == (None if listens is None else str(Address(*listens)))
     assert calls[2:] == ["gloo at 127.0.0.1"] * local
     told = capsys.readouterr().err.splitlines()
-    assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes met"
+    assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
     assert len(told) == (not local)
     assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in told)
 

@@ -296,7 +296,7 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
 def test_a_loss_that_is_no_number_ends_all_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1
-    hint = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps; the steps logged so far are in run"
+    hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps; the steps logged so far are in run"
     assert [line for line in err if not re.match(r"(\[1\] )?jpipe: process ", line)] == [f"jpipe: step 3: the loss is nan; {hint}"]
     assert [row["step"] for row in rows("run")] == [0, 1, 2]
 
@@ -309,7 +309,7 @@ def test_ctrl_c_ends_the_tree():
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGINT
     assert re.search(
-        r"stopped by Ctrl-C; the checkpoint of step \d+ is written, and the same command with --set run.dir=run goes on there", out
+        r"stopped by Ctrl-C; the checkpoint of step \d+ is written, and the same command with --set run.dir=run resumes there", out
     )
     assert "Traceback" not in out + err
     numbers = [int(path.name.removeprefix("pid-")) for path in Path.cwd().glob("pid-*")]
