@@ -1,4 +1,4 @@
-"""One run in several processes: who they are, from flags or the cluster, and JAX's runtime between them."""
+"""One run in several processes: their addresses and numbers, from flags or the cluster, and JAX's runtime between them."""
 
 import atexit
 import contextlib
@@ -22,18 +22,18 @@ CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
 
 _Given = tuple[str | None, int | None, int | None]
 
-_at_the_end = contextlib.ExitStack()  # what `stop` does; of JAX's runtime, too, there is one a process
+_at_the_end = contextlib.ExitStack()  # what `stop` does; like JAX's runtime, it exists once per process
 _secret: bytes | None = None  # of this run, once it has started
 
 
 class Membership(NamedTuple):
-    """Which of the processes this one is, and where process 0 is.
+    """The number of this process, and the address of process 0.
 
     Attributes:
         coordinator: host and port of process 0.
-        num_processes: how many there are.
-        process_id: the number of this one, from 0.
-        devices: those of this host's accelerators that belong to this process; None for all.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
+        devices: the accelerators of this host that belong to this process; None for all.
     """
 
     coordinator: Address
@@ -49,24 +49,24 @@ def start(
     connect_limit: float = CONNECT_LIMIT,
     secret_file: str | None = None,
 ) -> int:
-    """Join the other processes of this run, before JAX touches a device; nothing happens where there is only this one.
+    """Join the other processes of this run, before JAX uses a device; it has no effect for a single process.
 
-    Without arguments the environment is asked: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters
-    that JAX knows (SLURM, Open MPI, Kubernetes).
+    Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
+    JAX detects (SLURM, Open MPI, Kubernetes).
 
     Args:
         coordinator: `host:port` of process 0.
-        num_processes: how many processes there are; 1 alone asks nobody.
-        process_id: the number of this one, from 0.
+        num_processes: the number of processes; 1 alone ignores the environment.
+        process_id: the number of this process, from 0.
         connect_limit: seconds to wait for the others.
-        secret_file: holds what all processes share, to recognize each other by; without it `JPIPE_SECRET` is asked.
+        secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
 
     Returns:
-        How many processes there are.
+        The number of processes.
 
     Raises:
-        InputError: arguments that do not fit, a port in use, a coordinator that cannot be reached, processes that do not come, a secret
-            that is none or that the others do not have.
+        InputError: arguments do not fit, a port is in use, the coordinator cannot be reached, processes do not connect, or a secret is
+            invalid or differs.
     """
     global _secret
     me = membership(coordinator, num_processes, process_id, connect_limit)
@@ -82,7 +82,7 @@ def start(
         meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen)
         if meeting.dropped:
             _warn(f"{meeting.dropped} while the processes connected")
-        # Process 0 goes last, because JAX ends the others when their coordinator is gone. (A stack is undone from its end.)
+        # Process 0 leaves last, because JAX ends the others when their coordinator ends. (An ExitStack calls in reverse order.)
         _at_the_end.callback(jax.distributed.shutdown)
         _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
     else:
@@ -97,15 +97,15 @@ def _warn(message: str) -> None:
 
 
 def join(limit: float, wait: float) -> Processes | None:
-    """The processes of this run, which all call this, best before JAX starts a device; `stop` leaves them.
+    """The processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
 
     Args:
         limit: seconds to wait for the others.
-        wait: seconds without progress in any of them after which the run is given up.
+        wait: seconds without progress in any process after which the run counts as hanging.
 
     Raises:
-        InputError: process 0 cannot be reached, or the wait is no time.
-        PeerLost: not all have joined in time.
+        InputError: process 0 cannot be reached, or `wait` is not above 0.
+        PeerLost: not all processes joined in time.
     """
     if (processes := join_processes(limit, wait, _secret)) is not None:
         _at_the_end.callback(processes.close)
@@ -113,11 +113,11 @@ def join(limit: float, wait: float) -> Processes | None:
 
 
 def stop() -> None:
-    """Leave the other processes, each when it is done, process 0 after all of them; nothing happens where there is only one.
+    """Leave the other processes when this one is done; process 0 leaves last. It has no effect for a single process.
 
-    Say first how the run ended: from here on this process may be ended without a message.
+    Print the result of the run before: from here on this process may be ended without a message.
 
-    Where a process is gone, nobody waits for it. Where one hangs, the others wait for it some seconds.
+    Nobody waits for a lost process; the others wait some seconds for one that hangs.
 
     Raises:
         PeerLost: another process was lost before all were done.
@@ -126,10 +126,10 @@ def stop() -> None:
 
 
 def leave_at_once(code: int) -> None:
-    """Once Python is done with this process, end it with this exit code, and leave out what is usual then.
+    """When Python ends this process, end it immediately with this exit code, without the usual clean-up.
 
-    After a loss threads are stuck in collectives that never end: Python 3.11 unwinds them when it ends, through C++ that aborts of it,
-    and JAX would wait for the processes that are lost.
+    After a loss, threads are stuck in collectives that never end. Python 3.11 would unwind them through C++, which aborts, and JAX would
+    wait for the lost processes.
     """
 
     def leave() -> None:
@@ -143,10 +143,10 @@ def leave_at_once(code: int) -> None:
 def membership(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
 ) -> Membership | None:
-    """What the flags say, or else the environment; None where there is only this process and nobody says more.
+    """The membership from the flags, or from the environment; None for a single process.
 
     Raises:
-        InputError: as `start`, as far as the arguments and the environment go.
+        InputError: as `start`, for the arguments and the environment.
     """
     check_limit("--connect-limit", limit)
     if (coordinator, num_processes, process_id) == (None, 1, None):
@@ -162,10 +162,10 @@ def membership(
 
 
 def check_limit(flag: str, seconds: float) -> None:
-    """Refuse what is no time to wait.
+    """Refuse an invalid waiting time.
 
     Raises:
-        InputError: it is not more than 0, or not finite.
+        InputError: it is not above 0, or not finite.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
@@ -196,14 +196,14 @@ def _whole(variable: str) -> int | None:
 
 
 def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
-    """What JAX finds out about the cluster for those that are None, and the devices of this process."""
+    """The values that are None, as JAX detects them from the cluster, and the devices of this process."""
     try:
         coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
-    except Exception as error:  # what a cluster's own tools raise
+    except Exception as error:  # a cluster's own tools may raise anything
         raise InputError(
             "JAX detects a cluster, but cannot read this process from its settings: "
             f"{' '.join(str(error).split()) or type(error).__name__}; give {', '.join(_FLAGS)}, or --num-processes 1 for a single process"
         ) from None
-    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user knows better; JAX reads it
+    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user's choice, which JAX reads
         return (coordinator, num_processes, process_id), None
     return (coordinator, num_processes, process_id), list(devices)

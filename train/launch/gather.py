@@ -1,4 +1,4 @@
-"""What each process measured of its own workers, brought together in process 0: a message of numbers a worker, beside the run."""
+"""Gathers in process 0 what each process measured of its own workers, by messages with numbers for each worker."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Literal
 import jpipe
 
 _OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
-_PIECE = 2**16  # numbers in a message: a megabyte of text, of the sixteen that a line of the channel may have
+_PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channel may have sixteen
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """The trace of all workers in process 0, None in the others; all call it.
+    """The trace of all workers in process 0, None in the others; all processes call it.
 
     Args:
-        processes: of the run.
-        pipe: what ran; its devices say which process measured which worker.
-        name: of this trace, the same in all processes and only once in a run.
-        trace: what this process measured. All count the time from the same moment.
+        processes: the processes of the run.
+        pipe: the pipeline; its devices determine which process measured which worker.
+        name: name of this trace, the same in all processes and unique in a run.
+        trace: the trace of this process. All traces count time from the same moment.
 
     Raises:
         jpipe.PeerLost: the run is lost.
@@ -27,7 +27,7 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
     for w, home in homes.items():
         if home == processes.index:
             _broadcast(processes, f"{name}, worker {w}", numbers(rows[w], memory[w]))
-    for w, home in homes.items():  # all do: a broadcast goes to all, and is kept until it is received
+    for w, home in homes.items():  # in all processes: a broadcast goes to all, and is kept until it is received
         received = _receive(processes, f"{name}, worker {w}", home)
         if processes.index == 0:
             rows[w], memory[w] = from_numbers(received)
@@ -42,7 +42,7 @@ def _broadcast(processes: jpipe.processes.Processes, message: str, values: Seque
 
 
 def _receive(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
-    """What `_broadcast` sent."""
+    """The numbers that `_broadcast` sent."""
     found: list[float] = []
     for piece in itertools.count():
         left, *values = processes.receive(f"{message}, piece {piece}", home)
@@ -53,7 +53,7 @@ def _receive(processes: jpipe.processes.Processes, message: str, home: int) -> l
 
 
 def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.programs.MemorySample]) -> list[float]:
-    """One worker's row as numbers; `from_numbers` reads them."""
+    """The spans and samples of one worker as numbers, for `from_numbers`."""
     found: list[float] = [len(spans)]
     for span in spans:
         found += [_OPS.index(span.op), *span[1:]]
@@ -64,7 +64,7 @@ def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.progra
 
 
 def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ...], tuple[jpipe.programs.MemorySample, ...]]:
-    """The spans and samples that `numbers` wrote."""
+    """The spans and samples from `numbers`."""
     left = iter(found)
 
     def whole() -> int:

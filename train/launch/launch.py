@@ -1,6 +1,6 @@
-"""`jpipe launch`: several processes of one command on this machine, for development, started again when they fail.
+"""`jpipe launch`: several processes of one command on this machine, for development, restarted if they fail.
 
-They end together, whatever happens. Process 0 has the terminal, if there is one, as if it were alone; each line of another one is printed
+They always end together. Process 0 uses the terminal, if there is one, as a single process does; each line of another process is printed
 with its number: `[2] …`.
 """
 
@@ -16,21 +16,21 @@ from types import FrameType
 
 from train.launch.process_group import BAD_INPUT, ProcessGroup, say
 
-MOST_PROCESSES = 256  # a typo beyond it: JAX takes some hundred megabytes in each
-GRACE = 30.0  # seconds from the signal that asks the processes to end, for which they save, to the one that ends them
-PAUSE = 1.0  # seconds before a failed job is started again
+MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
+GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
+PAUSE = 1.0  # seconds before a failed job is restarted
 SECRET = (
-    "JPIPE_SECRET"  # the variable by which the processes recognize each other; jpipe.processes.handshake, which imports more, has it too
+    "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 )
-JOB = "JPIPE_JOB"  # the variable that is the same for all attempts of one job, and different for all jobs
-_LONGEST_PAUSE = 60.0  # a job that fails at once each time then takes no more of the machine than one that works
-_JPIPE = (sys.executable, "-P", "-m", "jpipe_command")  # -P: nothing of the current folder's in place of a library
+JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
+_LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
+_JPIPE = (sys.executable, "-P", "-m", "jpipe_command")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
 _GIVEN = ("--coordinator", "--num-processes", "--process-id")
 
 
 def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restarts: int) -> str | None:
-    """What is wrong with the arguments of `main`, as they were typed; None if nothing is. JAX is not imported for that."""
+    """What is wrong with the arguments of `main`; None if they are valid. It does not import JAX."""
     if not 1 <= num_processes <= MOST_PROCESSES:
         return f"launch -n: expected 1 to {MOST_PROCESSES} processes, found {num_processes}"
     if max_restarts < 0:
@@ -57,29 +57,29 @@ def main(
     grace: float = GRACE,
     pause: float = PAUSE,
 ) -> int:
-    """Start the processes, pass on what they print, and wait for all; where one fails, start all again, as often as `max_restarts` says.
+    """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
-    When one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same with the signal that this process
-    gets, if it is SIGINT (Ctrl-C), SIGTERM or SIGHUP; the second one ends all at once. A run that writes checkpoints saves at them, and
-    ends well where `grace` is enough for that (`train.console.preemption`). On Linux the processes end, too, when this one is killed;
-    elsewhere they lose it and go on.
+    If one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets SIGINT
+    (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
+    normally if `grace` is long enough (`train.console.preemption`). On Linux the processes also end if this one is killed; on other
+    systems they continue.
 
-    A job that was ended by such a signal or by bad input is not started again. All attempts have the same command and the same
-    `JPIPE_JOB`, by which they find their run folder (`train.checkpoint.run_folder`); each has a port of its own. The processes of a job
-    share a secret that nobody else knows, and listen at loopback addresses only.
+    A job that such a signal or bad input ended is not restarted. All attempts have the same command and the same `JPIPE_JOB`, by which
+    they find their run folder (`train.checkpoint.run_folder`), but different ports. The processes of a job share a secret that nobody
+    else knows, and listen on loopback addresses only.
 
     Args:
-        num_processes: how many.
-        command: arguments of each; where process 0 is, how many there are and which this one is are added.
-        pin: each process has one CPU core, by turns, and XLA computes in one thread.
-        max_restarts: how often all are started again.
-        program: what is run with these arguments.
-        grace: seconds.
-        pause: seconds before they are started again for the first time; then twice as many each time, a minute at most.
+        num_processes: the number of processes.
+        command: arguments of each; the coordinator, the number of processes and the process number are added.
+        pin: whether each process has one CPU core, in turn, and XLA uses one thread.
+        max_restarts: how often all are restarted.
+        program: the program that gets these arguments.
+        grace: seconds from SIGTERM to SIGKILL.
+        pause: seconds before the first restart; doubled each time, up to a minute.
 
     Returns:
-        The exit code: 0 if all have ended with it, or that of the process that failed first, or 128 and the number of the signal that
-        ended it or this process.
+        The exit code: 0 if all have ended with it, that of the process that failed first, or 128 plus the number of the signal that ended
+        it or this process.
     """
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
@@ -102,14 +102,14 @@ def main(
 
 
 def _wait(seconds: float, signals: Sequence[int]) -> None:
-    """Until then, or until a signal comes; `time.sleep` alone goes on after one."""
+    """Sleep until then, or until a signal arrives; `time.sleep` alone continues after one."""
     end = time.monotonic() + seconds
     while not signals and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _TICK))
 
 
 def _free_port() -> int:
-    """Free now: another program could take it before process 0 does, which then says so."""
+    """A port that is free now. If another program takes it before process 0 does, process 0 reports that."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -117,12 +117,12 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _received() -> Iterator[list[int]]:
-    """The signals that ask this process to end, as they come; those that it has to ignore, as after nohup, stay ignored."""
+    """The signals that ask this process to end, as they arrive; those that it ignores, as under nohup, stay ignored."""
     received: list[int] = []
     asking = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not received:  # when a connection drops several come, and with SIGTERM
+        if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
             received.append(number)
 
     before = {number: signal.signal(number, hear) for number in asking}

@@ -1,4 +1,4 @@
-"""The settings of JAX, XLA and Flax that change numbers, which have to be the same in all processes of a run."""
+"""The settings of JAX, XLA and Flax that change numbers, and so must be the same in all processes of a run."""
 
 import enum
 import os
@@ -6,9 +6,8 @@ import re
 
 import jax
 
-# Settings that processes may have each its own: what is logged, cached, checked, or waited for; addresses; and the devices, which are
-# compared by themselves. All others are compared, those of newer versions of JAX too: some change numbers, and a difference in the rest
-# is a mistake all the same.
+# Settings that may differ between processes: logs, caches, checks, waiting times, addresses; and devices, which are compared separately.
+# All others are compared, including those of newer versions of JAX: some change numbers, and a difference in the others is a mistake, too.
 _OWN = re.compile(
     r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"
     r"|cross_host|transfer_guard|debug|check|cpu_get|include)(_.*)?"
@@ -18,16 +17,16 @@ _OWN = re.compile(
     r"|distributed_debug|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
 _VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
-_PREFIXES = "FLAX_", "NNX_"  # of variables of Flax
+_PREFIXES = "FLAX_", "NNX_"  # of Flax's variables
 _OWN_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA
 
 
 def numeric_settings() -> dict[str, str]:
-    """Each of them as text, by the name that a user knows it by."""
+    """Each setting as text, by the name that users know."""
     of_jax = {
         name: str(value)
         for name, value in sorted(jax.config.values.items())
-        # What is no plain value could look different in each process.
+        # Other values could print differently in each process.
         if not _OWN.fullmatch(name) and isinstance(value, (bool, int, float, str, enum.Enum, type(None)))
     }
     of_flax = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}

@@ -1,4 +1,4 @@
-"""The processes of `jpipe launch`: each in a session of its own, what they print marked by process, and ended together."""
+"""The processes of `jpipe launch`: each in its own session, with output marked by process, and ended together."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
-BAD_INPUT = 2  # the exit code of a job that would fail in the same way again
+BAD_INPUT = 2  # the exit code of a job that would fail again
 _LAST_WORDS = 3.0  # seconds from the first failure to the signal that ends the others
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
-_GLOO = b"[Gloo] Rank "  # printed for every connection; it cannot be turned off
+_GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -24,8 +24,8 @@ class ProcessGroup:
     """The processes, from the start of the first to the end of the last.
 
     Args:
-        grace: seconds from the signal that asks them to end to the one that ends them.
-        variables: of the environment, for all of them, besides those of this process.
+        grace: seconds from the signal that asks them to end to the one that kills them.
+        variables: additional environment variables for all of them.
     """
 
     def __init__(self, grace: float, variables: dict[str, str]) -> None:
@@ -34,10 +34,10 @@ class ProcessGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
         self._deadline: float | None = None  # when those that were asked to end are killed
-        self._patience: float | None = None  # until when the others of one that failed may say what they waited for
+        self._patience: float | None = None  # until when the others may report what they waited for, after a failure
 
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
-        """Start process `number`, on `core` if there is one for it."""
+        """Start process `number`, on `core` if it is given."""
         outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
         process = subprocess.Popen(  # noqa: S603, the command is the user's own
             arguments,
@@ -45,8 +45,8 @@ class ProcessGroup:
             stdout=outputs[0],
             stderr=outputs[1],
             env=_environment(number, one_thread=core is not None) | self._variables,
-            start_new_session=True,  # Ctrl-C comes here only; and what the process starts is ended with it
-            preexec_fn=_prepared(core),  # no thread runs here that could hold a lock
+            start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
+            preexec_fn=_prepared(core),  # safe: no thread runs here that could hold a lock
         )
         self._processes.append(process)
         for stream, target in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
@@ -54,15 +54,15 @@ class ProcessGroup:
                 self._outputs.register(stream, selectors.EVENT_READ, _Output(stream, f"[{number}] " if number else "", target))
 
     def watch(self, signals: Sequence[int], again: str = "") -> int:
-        """Copy what they print until all have ended; when one fails, say so and end the others.
+        """Copy their output until all have ended; if one fails, report it and end the others.
 
         Args:
-            signals: those that this process gets, as they come: the first one is passed on, the second ends all at once.
-            again: what follows when one fails, as it is printed; but after `BAD_INPUT` nothing does.
+            signals: the signals to this process, as they arrive: the first one is forwarded, the second kills all processes.
+            again: text that announces what follows a failure, except after `BAD_INPUT`.
 
         Returns:
-            The exit code: 0 if all have ended with it, whatever made them; or that of the process that failed first, or 128 and the number
-            of the signal that ended it or this process.
+            The exit code: 0 if all have ended with it, for any reason; that of the process that failed first; or 128 plus the number of
+            the signal that ended it or this process.
         """
         code: int | None = None
         living = True
@@ -83,14 +83,14 @@ class ProcessGroup:
             if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self._end(signal.SIGKILL)
         end = time.monotonic() + self._grace
-        while self._copy(_TICK) and time.monotonic() < end:  # what is still in the pipes; what has left the tree may go on printing
+        while self._copy(_TICK) and time.monotonic() < end:  # the rest in the pipes; processes that left the group may continue to print
             pass
         if sys.stdout.isatty():
-            _print("\x1b[?25h", sys.stdout)  # a progress bar that was ended in the middle has hidden the cursor
+            _print("\x1b[?25h", sys.stdout)  # an interrupted progress bar has hidden the cursor
         return code if code and any(process.returncode for process in self._processes) else 0
 
     def close(self) -> None:
-        """End all that are left."""
+        """Kill all that are left."""
         self._end(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -99,21 +99,21 @@ class ProcessGroup:
         self._outputs.close()
 
     def _reap(self) -> bool:
-        """Note which have ended, and end what they started themselves; true if any lives."""
+        """Record which have ended, and kill what they started; true if any is alive."""
         for process in self._processes:
             if process.returncode is None and process.poll() is not None:
                 _signal(process, signal.SIGKILL)
         return any(process.returncode is None for process in self._processes)
 
     def _end(self, number: int) -> None:
-        """Send the signal to those that live, and have the others killed later."""
+        """Send the signal to those that are alive, and set the time after which they are killed."""
         for process in self._processes:
             if process.returncode is None:
                 _signal(process, number)
         self._deadline = None if number == signal.SIGKILL else time.monotonic() + self._grace
 
     def _copy(self, seconds: float) -> bool:
-        """Copy what is printed, waiting for it; true if there was any."""
+        """Wait for output and copy it; true if there was any."""
         ready = self._outputs.select(seconds)
         for key, _ in ready:
             if data := os.read(key.fd, 1 << 16):
@@ -132,10 +132,10 @@ class _Output:
     source: IO[bytes]
     prefix: str
     target: TextIO
-    rest: bytes = b""  # of a line that has not ended
+    rest: bytes = b""  # an incomplete line
 
     def take(self, data: bytes) -> None:
-        """Copy the lines that are whole now, but for those that nobody wants."""
+        """Copy the complete lines, except those of gloo."""
         *lines, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > _LONGEST_LINE:
             lines, self.rest = [*lines, self.rest], b""
@@ -145,25 +145,25 @@ class _Output:
 
 
 def say(message: str) -> None:
-    """Print a line of the launcher's own."""
+    """Print a line from the launcher."""
     _print(f"jpipe: {message}\n", sys.stderr)
 
 
 def _print(text: str, target: TextIO) -> None:
-    # On a terminal the bar of process 0 may stand where this goes; it is drawn again below.
+    # On a terminal this may overwrite the progress bar of process 0, which is drawn again below.
     target.write(f"\r\x1b[2K{text}" if target.isatty() else text)
     target.flush()
 
 
 def _ending(returncode: int) -> tuple[int, str]:
-    """The exit code as a shell has it, and what happened in words."""
+    """The exit code as in a shell, and what happened, as text."""
     if returncode < 0:
         return 128 - returncode, f"was ended by {signal.Signals(-returncode).name}"
     return returncode, f"ended with exit code {returncode}"
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the process and what it started."""
+    """Send a signal to the process and to those that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -183,14 +183,14 @@ def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
 
 
 def _prepared(core: int | None) -> Callable[[], None]:
-    """What a process does before it becomes the command: it ends with this one from now on, and moves to its core."""
+    """What a child does before it runs the command: it ends when this process ends, and moves to its core."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # killed in the moment before
+        if os.getppid() != parent:  # this process was killed just before
             os._exit(1)
         if core is not None:
             os.sched_setaffinity(0, {core})

@@ -1,8 +1,8 @@
-"""Where processes meet before JAX connects them, so that whatever is wrong is said in one line by every one of them.
+"""The rendezvous of the processes before JAX connects them, so that each of them reports what is wrong in one line.
 
-JAX's own runtime waits for all processes too, but when one does not come it ends the process by SIGABRT, with a stack trace of C++ and
-without saying which. Process 0 listens at the address at which JAX's coordinator will be; the others say who they are, and prove that
-they belong to the run (`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
+JAX's own runtime also waits for all processes, but if one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace and
+without naming the missing one. Process 0 listens on the address of JAX's coordinator; the others send their numbers and authenticate
+(`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from jpipe.processes import handshake
 from jpipe.processes.addresses import listen_everywhere
 from jpipe.processes.handshake import Caller, Door
 
-_PURPOSE = "meeting"  # of these connections, for the handshake
-_PATIENCE = 5.0  # seconds that process 0 may take to answer once its own limit is over
+_PURPOSE = "meeting"  # of these connections, in the handshake
+_PATIENCE = 5.0  # seconds that process 0 may take to answer after its own limit
 _RETRY = 0.2
 
 
@@ -37,7 +37,7 @@ class Address(NamedTuple):
         """The address in `text`.
 
         Raises:
-            InputError: anything else; the message begins with `where`.
+            InputError: it is not an address; the message begins with `where`.
         """
         match = re.fullmatch(r"(?:\[([\w:.%]+)\]|([\w.-]+)):(\d+)", text, re.ASCII)
         if not match:
@@ -48,11 +48,11 @@ class Address(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What process 0 has when all are there.
+    """The result of the rendezvous in process 0.
 
     Attributes:
-        links: an open connection to each of the others: it ends when that process does.
-        dropped: the connections of others that were dropped meanwhile, in words; nothing if there were none.
+        links: an open connection to each other process, which ends when that process ends.
+        dropped: the number of dropped connections and the reasons, as text; empty if there were none.
     """
 
     links: list[socket.socket]
@@ -60,17 +60,18 @@ class Meeting(NamedTuple):
 
 
 def host(address: Address, num_processes: int, limit: float, secret: bytes | None = None, listen: Address | None = None) -> Meeting:
-    """As process 0, wait until all others are there, and let them go on.
+    """As process 0, wait until all others have connected, and let them continue.
 
     Args:
-        address: where the others look for this process.
-        num_processes: how many there are, this one included.
+        address: the address to which the others connect.
+        num_processes: the number of processes, including this one.
         limit: seconds to wait.
-        secret: that all processes share. Without one anybody can come as one of the others.
-        listen: where this process listens; by default at the port of `address`, on every network of this machine.
+        secret: the secret of all processes. Without one anybody can pose as one of the others.
+        listen: the address on which this process listens; by default the port of `address`, on every network of this machine.
 
     Raises:
-        InputError: the port is in use; some did not come, which are named; with a secret also: two have one number; their counts differ.
+        InputError: the port is in use; processes did not connect (the message names them); with a secret also: two have the same number,
+            or counts differ.
     """
     present: dict[int, Caller] = {}
     deadline = time.monotonic() + limit
@@ -83,7 +84,7 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
                 for caller in door.poll(_RETRY):
                     if (problem := _problem(caller, num_processes, present)) is None:
                         present[caller.index] = caller
-                    elif secret is not None:  # a mistake, and no stranger's
+                    elif secret is not None:  # a mistake of the user, not of a stranger
                         _refuse([*present.values(), caller], problem)
                     else:
                         caller.answer(f"no {problem}")
@@ -101,21 +102,21 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
 
 
 def join(address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None) -> socket.socket:
-    """As any other process, find process 0 and wait until it says that all are there.
+    """As another process, connect to process 0 and wait until all have connected.
 
     Args:
-        address: where process 0 listens; until it does, this tries again and again.
+        address: the address of process 0; this tries again until it listens.
         process_id: the number of this process, from 1.
-        num_processes: how many there are.
+        num_processes: the number of processes.
         limit: seconds to try.
-        secret: that all processes share.
+        secret: the secret of all processes.
 
     Returns:
-        An open connection to process 0: it ends when process 0 does.
+        An open connection to process 0, which ends when process 0 ends.
 
     Raises:
-        InputError: nobody listens there, or somebody else, or it has another secret, or nothing is answered; what `host` raises in
-            process 0.
+        InputError: nobody listens there, or another program does, process 0 has another secret or does not answer; or what `host` raises
+            in process 0.
     """
     deadline = time.monotonic() + limit
     reason = "no answer"
@@ -142,7 +143,7 @@ def join(address: Address, process_id: int, num_processes: int, limit: float, se
 
 
 def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
-    """Wait until the processes at the other ends closed their connections, at most `limit` seconds, and close ours."""
+    """Wait until the other processes have closed their connections, at most `limit` seconds, and close these."""
     deadline = time.monotonic() + limit
     for link in links:
         with link, contextlib.suppress(OSError):
@@ -151,7 +152,7 @@ def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
 
 
 def _listen(address: Address, listen: Address | None) -> socket.socket:
-    """At one address, or on all networks, as JAX's coordinator does."""
+    """Listen on one address, or on all networks, as JAX's coordinator does."""
     host, port = listen or ("::", address.port)
     try:
         if host == "::":
@@ -165,7 +166,7 @@ def _listen(address: Address, listen: Address | None) -> socket.socket:
 
 
 def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> str | None:
-    """Why it cannot be counted in."""
+    """Why a caller is refused."""
     if caller.count != num_processes:
         return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {num_processes}; give all the same"
     if caller.index in present or not 0 < caller.index < num_processes:
@@ -174,9 +175,9 @@ def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> 
 
 
 def _stays(link: socket.socket) -> bool:
-    """Whether it waits for the answer; who is gone may be started again."""
+    """Whether a caller still waits for the answer; one that ended may have been restarted."""
     try:
-        link.recv(1)  # the end, or what no process of a run says here
+        link.recv(1)  # the end of the connection, or data that no process of a run sends
     except BlockingIOError:
         return True
     except OSError:
@@ -202,7 +203,7 @@ def _refuse(everybody: Iterable[Caller], reason: str) -> NoReturn:
 
 
 def _ask(link: socket.socket, address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None) -> str | None:
-    """What process 0 answers; None if it goes."""
+    """The refusal of process 0, or None if it lets this process continue."""
     try:
         return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _PATIENCE)
     except TimeoutError:

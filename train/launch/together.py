@@ -1,4 +1,4 @@
-"""The processes of one run: they start with the same config, end together, and process 0 prints for all of them."""
+"""The processes of one run: they start with the same config and end together, and process 0 prints for all."""
 
 import contextlib
 import functools
@@ -24,20 +24,20 @@ from train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
 
-# Seconds from the last message to the end, of process 0 and of the others. The library ends what is stuck after 5 s, in process 0 after
-# 6 s; and when process 0 ends, JAX aborts the others.
+# Seconds from the last message to the end, of process 0 and of the others. The library ends processes that are stuck after 5 s, process 0
+# after 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
 _LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
-_joined: jpipe.processes.Processes | None = None  # one run a process, as of JAX's runtime
+_joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
 class ReportedElsewhere(Exception):
-    """This process ends for a reason that another one reports.
+    """This process ends for a reason that another process reports.
 
     Args:
-        index: of this process.
-        teller: who reports it.
-        reason: the mistake, or what came of it.
+        index: the number of this process.
+        teller: the process that reports it.
+        reason: the mistake, or its consequence.
 
     Attributes:
         code: the exit code of a process that ends for this reason.
@@ -49,12 +49,12 @@ class ReportedElsewhere(Exception):
 
 
 class Together:
-    """All processes of this run, as the application sees them.
+    """All processes of this run, for the application.
 
     Attributes:
-        processes: those of the library; None where this one is alone.
-        index: of this process, 0 where it is alone.
-        is_first: whether this is process 0, which writes and speaks.
+        processes: the library's object; None for a single process.
+        index: the number of this process; 0 for a single process.
+        is_first: whether this is process 0, which writes and prints.
         all_know: whether all processes end for a reason that all know.
     """
 
@@ -65,10 +65,10 @@ class Together:
         self.all_know = False
 
     def agree(self, facts: Callable[[], dict[str, str]]) -> None:
-        """Go on only if these facts are the same in all processes.
+        """Continue only if these facts are the same in all processes.
 
         Raises:
-            jpipe.InputError: they are not; as `shared`.
+            jpipe.InputError: they differ; reported as by `shared`.
         """
         if self.processes is not None:
             try:
@@ -77,10 +77,10 @@ class Together:
                 raise self.shared(error) from None
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """What `work` gives, if it succeeds in all processes.
+        """The result of `work`, if it succeeds in all processes.
 
         Raises:
-            jpipe.InputError: it does not. Process 0 reports it if all have the same, otherwise those that have it.
+            jpipe.InputError: it fails in a process. Process 0 reports it if all have the same error, otherwise those that have one.
         """
         try:
             done, problem = work(), None
@@ -97,14 +97,14 @@ class Together:
         return cast(T, done)
 
     def from_first(self, what: str, work: Callable[[], str]) -> str:
-        """The text that `work` gives in process 0, in all processes; the others wait for it.
+        """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.
 
         Args:
-            what: it is, in words; once in a run.
+            what: what the text is, for messages; unique in a run.
             work: called in process 0 only, for ten minutes at most.
 
         Raises:
-            jpipe.InputError: of `work`, reported by process 0.
+            jpipe.InputError: `work` raises it; process 0 reports it.
         """
         text = self.run_on_all(lambda: self._alone(what, work) if self.is_first else "")
         if self.processes is None:
@@ -114,7 +114,7 @@ class Together:
         return bytes(map(int, self.processes.receive(what, 0))).decode()
 
     def working(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """For long work inside, in words: others may wait for it, for ten minutes at most."""
+        """A context for long work, described by `words`: others may wait for it, for ten minutes at most."""
         return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
 
     def _alone(self, what: str, work: Callable[[], str]) -> str:
@@ -122,40 +122,40 @@ class Together:
             return work()
 
     def start_devices(self, limit: float) -> None:
-        """Start the devices of all processes, if there are several, and go on only if they are of one kind.
+        """Start the devices of all processes, if there are several, and continue only if they are of one kind.
 
-        JAX waits for those of all processes, so this is no work for `run_on_all`: whoever fails reports it to the others, which wait.
+        JAX waits for the devices of all processes, so `run_on_all` cannot be used: a process that fails reports it to the others.
 
         Args:
-            limit: seconds to wait for the others; of a minute, which large machines may take to start their own, nothing is taken off.
+            limit: seconds to wait for the others; at least a minute, which large machines may need for their own devices.
 
         Raises:
-            jpipe.InputError: this process has no devices, or they differ; as `shared`.
-            jpipe.PeerLost: another one has none.
+            jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
+            jpipe.PeerLost: another process has no devices.
         """
-        if self.processes is not None:  # a process alone refuses more before it starts them
+        if self.processes is not None:  # a single process checks more before it starts them
             with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
                 start_devices()
             self.agree(devices)
 
     def shared(self, reason: Exception) -> Exception:
-        """What to raise for a reason that all processes have: only process 0 reports it."""
+        """The error to raise for a reason that all processes have: only process 0 reports it."""
         self.all_know = True
         return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
 
 
 @contextlib.contextmanager
 def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
-    """Join the processes of this run for as long as it goes on; what ends this one ends all.
+    """Join the processes of this run in this context; an error in one process ends all.
 
     Args:
-        num_processes: how many there are; with one nobody is asked.
+        num_processes: the number of processes; with one this has no effect.
         limit: seconds to wait for the others.
-        wait: seconds without progress in any of them after which the run is given up.
+        wait: seconds without progress in any process after which the run counts as hanging.
 
     Raises:
         jpipe.InputError: process 0 cannot be reached.
-        jpipe.PeerLost: another one did not come, died, hung or stopped.
+        jpipe.PeerLost: another process did not connect, died, hung or stopped.
     """
     global _joined
     _joined = distributed.join(limit, wait) if num_processes > 1 else None
@@ -169,9 +169,9 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
 
 
 def leave_in_time(code: int) -> None:
-    """End this process with this exit code a little later, if it does not end by itself: JAX may wait long for others.
+    """End this process with this exit code after some seconds, if it does not end by itself: JAX may wait long for others.
 
-    Say first how the run ended. Later than that, the library ends the process after a loss, with exit code 1 for whatever reason.
+    Print the result of the run before. Still later, the library ends the process after a loss, with exit code 1 for any reason.
     """
     if _joined is not None:
         timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
@@ -180,7 +180,7 @@ def leave_in_time(code: int) -> None:
 
 
 def _why(error: BaseException, is_first: bool) -> str:
-    """What the others print: the words of process 0 can be read where theirs can."""
+    """The reason that the others print; for an error of process 0 they refer to its message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if is_first:
@@ -189,7 +189,7 @@ def _why(error: BaseException, is_first: bool) -> str:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """What has to be the same in all processes before JAX starts a device, for which it needs them all."""
+    """The facts that must be the same in all processes before JAX starts a device, which needs all processes."""
     return {
         "config": config_file.to_yaml(config),
         "code of jpipe": f"{jpipe.__version__} {_code()}",
@@ -201,19 +201,19 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    """What has to be the same in all processes once their devices run."""
+    """The facts that must be the same in all processes when their devices run."""
     device = jax.local_devices()[0]
     return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
 
 
 def _own_code(module: str) -> str:
-    """A digest of the source of a module of the user's, which is not imported for that; of none if there is no such file."""
+    """A digest of the source of a user's module, which is not imported; of no bytes if there is no such file."""
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):
         found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
         folders = (found and found.submodule_search_locations) or ()
-        with contextlib.suppress(OSError):  # whoever imports it says what is wrong
+        with contextlib.suppress(OSError):  # the import reports what is wrong
             source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
     return hashlib.sha256(source).hexdigest()[:12]
 
