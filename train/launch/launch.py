@@ -19,9 +19,7 @@ from train.launch.process_group import BAD_INPUT, ProcessGroup, say
 MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
 PAUSE = 1.0  # seconds before a failed job is restarted
-SECRET = (
-    "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
-)
+SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
 _LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 _JPIPE = (sys.executable, "-P", "-m", "jpipe_command")  # -P: no module of the current folder replaces a library
