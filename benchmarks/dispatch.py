@@ -1,4 +1,4 @@
-"""What the runtime itself costs: four stages that compute almost nothing, a microbatch through the whole pipeline."""
+"""The cost of the runtime itself: microbatches through four stages that compute almost nothing."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ STAGES, MICROBATCHES, STEPS, REPEATS = 4, 8, 50, 9
 
 
 def measure() -> list[dict[str, Any]]:
-    """Microseconds a microbatch and an instruction, for each schedule."""
+    """Microseconds per microbatch and per instruction, for each schedule."""
     rows = []
     for name in SCHEDULES:
         plan = Plan.even(_stack().ids, STAGES, name, MICROBATCHES)

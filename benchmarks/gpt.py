@@ -75,7 +75,7 @@ def head(sizes: Sizes, p: Tree, x: Float[Array, "b s w"]) -> Float[Array, "b s v
 
 
 def mean_loss(logits: Float[Array, "*b v"], labels: Int[Array, "*b"]) -> Float[Array, ""]:
-    """Cross-entropy of a token."""
+    """Cross-entropy per token."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
@@ -112,11 +112,11 @@ def init(sizes: Sizes, key: Array) -> Tree:
 
 
 class PlainStep:
-    """What one writes without a pipeline: one jitted step that scans over the microbatches, adds up gradients and updates.
+    """Training without a pipeline: one jitted step that scans over the microbatches, sums gradients and updates.
 
     Args:
-        sizes: of the model.
-        microbatches: of a batch.
+        sizes: sizes of the model.
+        microbatches: microbatches per batch.
         batch: (inputs, labels) on the device, the same for each step.
     """
 

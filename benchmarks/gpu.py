@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu`: a GPT of 352 million parameters in bf16, as a pipeline of four stages on one GPU and as one jitted step.
 
-Both run in turn. Model FLOPs utilization is the FLOPs that the model asks for (6 for each weight and token, and the attention), a
-second, over what the GPU can do at most. `--tiny` runs the program on anything, to see that it works.
+Both run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
+peak of the GPU. `--tiny` runs the program on any device, to check that it works.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.sizes import GPU, TINY, Sizes
 
 GOAL = 0.97
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""FLOP/s of dense bf16 products, from the makers' data sheets; the first name that is part of the device's counts."""
+"""FLOP/s of dense bf16 products, from the vendors' data sheets; the first name that is part of the device's name is used."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line, by default those of this process.
 
     Returns:
-        The exit code: 2 where there is no GPU and no `--tiny`.
+        The exit code: 2 without a GPU and `--tiny`.
     """
     options = _options(arguments)
     machine = describe()
@@ -66,7 +66,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="its implementation (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--peak", type=float, help="FLOP/s that the GPU can do at most, where this program does not know them")
+    parser.add_argument("--peak", type=float, help="peak FLOP/s of the GPU, if this program does not know it")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     return parser.parse_args(arguments)
 
@@ -81,7 +81,7 @@ def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], li
     programs: tuple[Callable[[int], dict[str, Any]], ...] = Runner(pipeline, batch), step_by_step(plain)
     rates: tuple[list[float], list[float]] = [], []
     for program in programs:
-        program(2)  # what is not compiled yet is compiled here
+        program(2)  # compiles everything that is not compiled yet
     for _ in range(options.rounds):
         for program, found in zip(programs, rates, strict=True):
             found.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)

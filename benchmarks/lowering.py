@@ -10,7 +10,7 @@ STAGES, REPEATS = 64, 5
 
 
 def measure() -> list[dict[str, Any]]:
-    """Seconds to lower and simulate, and microseconds an instruction at 128 to 1,024 microbatches."""
+    """Seconds to lower and simulate, and microseconds per instruction for 128 to 1,024 microbatches."""
     rows = []
     for microbatches in (128, 256, 512, 1024):
         plan = Plan.even([str(i) for i in range(STAGES)], STAGES, "pipedream_2bw", microbatches)

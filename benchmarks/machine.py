@@ -1,4 +1,4 @@
-"""What the figures were measured on: processor or GPU model and core count, never a name of the machine."""
+"""The machine of a measurement: processor or GPU model and core count, without its name."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The command line of a benchmark that has parts: which to run, and where their figures go."""
+"""The command line of a benchmark with several parts: which parts to run, and the file for their figures."""
 
 import argparse
 import json
@@ -19,10 +19,10 @@ def run(
     """Run the parts that the command line names, and write their figures after each.
 
     Args:
-        parser: of the command line, with the options of the parts.
-        parts: print their tables and give their figures; by name.
-        results_file: where the figures go by default.
-        arguments: of the command line; None: those of this process.
+        parser: parser of the command line, with the options of the parts.
+        parts: functions that print tables and return figures, by name.
+        results_file: the default file for the figures.
+        arguments: the arguments of the command line; None: those of this process.
     """
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run, by default all: {', '.join(parts)}")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path(results_file), help="default: %(default)s")

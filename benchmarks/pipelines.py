@@ -1,4 +1,4 @@
-"""When the steps of a `jpipe.Pipeline` end in this process, without a wait between them."""
+"""Records when the steps of a `jpipe.Pipeline` end in this process, without waiting between them."""
 
 import queue
 import threading
@@ -23,11 +23,11 @@ class Runner:
         self._state = pipe.init(jax.random.key(0), batch)
 
     def __call__(self, steps: int, tracer: jpipe.Tracer | None = None) -> dict[str, Any]:
-        """Run so many steps, all dispatched as fast as the devices take them, and wait for what they have begun.
+        """Run steps, dispatched as fast as the devices take them, and wait for their computations.
 
         Args:
-            steps: how many.
-            tracer: observes them, in place of the clock; then there are no ends.
+            steps: number of steps.
+            tracer: observes the steps instead of the clock; then no ends are recorded.
         """
         clock = _UpdateClock()
         for _ in range(steps):
@@ -37,9 +37,9 @@ class Runner:
 
 
 class _UpdateClock:
-    """Notes when each update of one worker of this process is over: those of the first worker that makes one.
+    """Records when each update of one worker of this process ends: the first worker that makes one.
 
-    A thread waits for it, so that the thread that dispatches does not; a few waits a batch cost nothing that could be measured.
+    A thread waits for it, so that the thread that dispatches does not; a few waits per batch have no measurable cost.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measured programs: processes that are started once and then told, in turn with others, to run some steps; always with time limits."""
+"""Measured programs: processes that are started once and then run steps on request, in turn with others; always with time limits."""
 
 import bisect
 import contextlib
@@ -22,11 +22,11 @@ _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ")  # as a t
 
 
 class ProgramFailed(Exception):
-    """A program that did not do what it was told; says which, and its closing lines."""
+    """A program failed; the message names it and has its last lines."""
 
 
 class Program:
-    """Several processes that run one program together. In a `with`: at its end they are killed, whatever happened.
+    """Several processes that run one program together. Use it in a `with` statement, which always kills them at its end.
 
     Args:
         name: of the program, for messages.
@@ -48,7 +48,7 @@ class Program:
             raise
 
     def facts(self, seconds: float = READY_SECONDS) -> list[dict[str, Any]]:
-        """What each process says once it is ready.
+        """What each process prints when it is ready.
 
         Args:
             seconds: how long to wait for each.
@@ -59,7 +59,7 @@ class Program:
         return [self._answer(process, seconds) for process in self._processes]
 
     def run(self, steps: int, seconds: float = RUN_SECONDS) -> list[dict[str, Any]]:
-        """Let all processes run so many steps; what each of them answers.
+        """Let all processes run `steps` steps; returns their answers.
 
         Args:
             steps: how many, at least 2.
@@ -71,7 +71,7 @@ class Program:
         return self.ask(str(steps), seconds)
 
     def ask(self, line: str, seconds: float = RUN_SECONDS) -> list[dict[str, Any]]:
-        """Tell all processes a line; what each of them answers.
+        """Send a line to all processes; returns their answers.
 
         Args:
             line: what the program understands.
@@ -116,7 +116,7 @@ class _Process:
         self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.ended = math.inf
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill
-        self._process: Any  # its pipes are there; the type of Popen says that they may not be
+        self._process: Any  # Any, because the type of Popen says that its pipes may be None
         # A session of its own: its children, if it has any, are killed with it, and Ctrl-C reaches only the one who cleans up.
         self._process = subprocess.Popen(  # noqa: S603 - our own programs
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, text=True, start_new_session=True
@@ -135,7 +135,7 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join()
-        with contextlib.suppress(BrokenPipeError):  # what it was told and did not read
+        with contextlib.suppress(BrokenPipeError):  # it ended without reading its input
             self._process.stdin.close()
         self._process.stdout.close()
         self._errors.close()
@@ -149,7 +149,7 @@ class _Process:
     def last_words(self) -> str:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if _ERROR.match(line)]  # what C++ says while Python goes down stands after it
+        errors = [line for line in lines if _ERROR.match(line)]  # lines from C++ may follow it
         return (errors or lines or [""])[-1][:400]
 
     def _read(self) -> None:
@@ -179,11 +179,10 @@ def free_port() -> int:
 
 
 def steps_per_second(ends: Sequence[Sequence[float]]) -> float:
-    """The steps that all processes together make in a second, while all of them run: each step counts once for each process.
+    """The steps per second of all processes together, while all of them run: each step counts once for each process.
 
     Args:
-        ends: for each process when each of its steps ended. The time before the first of them counts for nothing, so the start
-            of a pipeline does not.
+        ends: for each process when each of its steps ended. The time before the first end, such as filling a pipeline, is excluded.
 
     Raises:
         ValueError: the processes did not run at the same time.

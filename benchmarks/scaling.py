@@ -18,7 +18,7 @@ SIZES = Sizes(layers=1, width=256, heads=8, sequence=128, rows=4)
 
 
 def measure() -> list[dict[str, Any]]:
-    """Seconds to lower and simulate one batch, and microseconds an instruction, which are to stay the same."""
+    """Seconds to lower and simulate one batch, and microseconds per instruction, which should be constant."""
     first, middle, last = _stage_costs()
     rows = []
     for workers in WORKERS:

@@ -1,4 +1,4 @@
-"""The other end of `programs`: what a measured program says and is told, in lines of JSON on its standard output and input."""
+"""The other end of `programs`: a measured program gets requests and prints answers as lines of JSON on standard input and output."""
 
 import json
 import sys
@@ -8,12 +8,11 @@ from typing import Any
 
 
 def serve(run: Callable[[int], dict[str, Any]], **facts: Any) -> None:
-    """Say that everything is compiled and warm; then, for each number that comes, run so many steps and tell what `run` returns.
+    """Print that everything is compiled and warm; then, for each number on standard input, run that many steps and print the result.
 
     Args:
-        run: told a number of steps, at least 2, it runs them and returns {"ends": when each of them ended, as `now` has it} and
-            whatever else is to be known.
-        facts: what is known before, the number of parameters, say.
+        run: runs a number of steps, at least 2, and returns {"ends": when each of them ended, by `now`} and other results.
+        facts: facts known before, such as the number of parameters.
     """
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
@@ -26,10 +25,10 @@ def now() -> float:
 
 
 def step_by_step(step: Callable[[], object]) -> Callable[[int], dict[str, Any]]:
-    """What `serve` takes, for a step that returns when it is over.
+    """The function `run` of `serve`, for a step that returns when it is finished.
 
     Args:
-        step: runs one and waits for it.
+        step: runs one step and waits for it.
     """
 
     def run(steps: int) -> dict[str, Any]:

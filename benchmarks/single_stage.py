@@ -18,8 +18,8 @@ MICROBATCHES, ROWS, REPEATS = 8, 4, 15
 
 
 def measure() -> list[dict[str, Any]]:
-    """Throughput and peak memory of the one-stage pipeline over those of the plain step, step by step in turn."""
-    keep_freed_memory()  # as `jpipe train` does; it serves both sides
+    """Throughput and peak memory of the one-stage pipeline divided by those of the plain step, measured in turn."""
+    keep_freed_memory()  # as in `jpipe train`; it affects both sides
     stack = gpt(MODEL)
     optimizer = optax.adamw(1e-3)
     tokens = np.random.default_rng(0).integers(0, 256, (MICROBATCHES * ROWS, MODEL.seq_len)).astype(np.int32)
@@ -54,7 +54,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 class _PlainStep:
-    """What one would write without jpipe: a scan over the microbatches that adds up gradients, then the optimizer."""
+    """Training without jpipe: a scan over the microbatches that sums gradients, then the optimizer."""
 
     def __init__(self, stack: LayerStack, optimizer: optax.GradientTransformation, batch: Any, params: Any) -> None:
         def loss_of(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ class _PlainStep:
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, self.optimizer_state, device_batch).compile()
 
     def step(self) -> None:
-        """One step, waited for."""
+        """Run one step and wait for it."""
         self.params, self.optimizer_state, value = self.compiled(self.params, self.optimizer_state, jax.device_put(self.batch))
         jax.block_until_ready((self.params, value))
 

@@ -1,4 +1,4 @@
-"""How large the GPT of the benchmarks is, and what follows from that; without JAX, so that the PyTorch program reads it too."""
+"""The sizes of the benchmarks' GPT, and what follows from them; without JAX, so that the PyTorch program can import it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -43,10 +43,10 @@ class Sizes:
 
 
 def warm_up(microbatches: int) -> int:
-    """Steps to run before any is timed: for some twenty microbatches the memory of a process still grows, in all programs.
+    """Steps to run before timing: in all programs the memory of a process grows for some twenty microbatches.
 
     Args:
-        microbatches: of a step.
+        microbatches: microbatches per step.
     """
     return max(-(-24 // microbatches), 2)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.transfers`: what it costs to move arrays between two processes, each pinned to a core, and to add them up."""
+"""`python -m benchmarks.transfers`: the cost of transfers and sums of arrays between two processes, each pinned to a core."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _process(process: int, port: str) -> None:
-    """One of the two: process 0 prints the figures as a line of JSON, after whatever else was printed."""
+    """One of the two processes: process 0 prints the figures as a line of JSON, after all other output."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[process % len(cores)]})
@@ -57,7 +57,7 @@ def _process(process: int, port: str) -> None:
 
 
 def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
-    """There and back again: half of it is one transfer; a process spends in it what both ends of one transfer cost."""
+    """A round trip: half its time is one transfer; the processor time of one process is that of both ends of a transfer."""
     here, there = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
     links = (Link(here, there), Link(there, here)) if jax.process_index() == 0 else (Link(there, here), Link(here, there))
     spec = jax.ShapeDtypeStruct((size,), jnp.float32)
@@ -75,14 +75,14 @@ def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
 
     seconds, processor = _timed(there_and_back, count)
     return [
-        {"figure": f"{name}: µs a transfer", "measured": seconds / 2 * 1e6},
+        {"figure": f"{name}: µs per transfer", "measured": seconds / 2 * 1e6},
         {"figure": f"{name}: MB/s", "measured": size * 4 / (seconds / 2) / 1e6},
         {"figure": f"{name}: µs of processor time, both ends", "measured": processor * 1e6},
     ]
 
 
 def _dispatch() -> list[dict[str, Any]]:
-    """All that Python and JAX do for a transfer, around a program that moves nothing: the rest is gloo and the network."""
+    """The work of Python and JAX for a transfer, with a program that moves nothing: the rest is gloo and the network."""
     x = jnp.zeros((), jnp.float32, device=jax.local_devices()[0])
     still = Group(jax.devices()).compile(lambda x: x, x)
     seconds, _ = _timed(lambda: still(x), 2000)

@@ -1,1 +1,1 @@
-"""What checkpoints survive, and what they cost; `python -m benchmarks.faults`."""
+"""Tests checkpoints against kills and damage, and measures their cost; `python -m benchmarks.faults`."""

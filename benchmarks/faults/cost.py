@@ -1,4 +1,4 @@
-"""What checkpoints cost on the default config: training that waits, bytes, and the time of a restore."""
+"""The cost of checkpoints with the default config: delay of training, bytes, and the time of a restore."""
 
 import contextlib
 import shutil
@@ -70,11 +70,11 @@ class _Training:
         self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, ALONE, facts, bytes, reporter.say)
         self._last: jpipe.Metrics | None = None
         self._through, self._stalled = -1, 0.0
-        for _ in range(self.every - 1):  # the first step of each block is then one that begins a cut
+        for _ in range(self.every - 1):  # the first step of each block then begins a snapshot
             self._step(saves=False)
 
     def block(self, saves: bool) -> tuple[float, float]:
-        """Some steps, one cut among them if it `saves`: seconds that they took, and that this thread spent for checkpoints."""
+        """Run some steps, with a snapshot if `saves`: their seconds, and those that this thread spent on checkpoints."""
         began, self._stalled = time.perf_counter(), 0.0
         for _ in range(self.every):
             self._step(saves)
@@ -93,7 +93,7 @@ class _Training:
         }
 
     def bytes_written(self) -> dict[str, int]:
-        """Of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
+        """Bytes of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
         place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
         held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
@@ -155,7 +155,10 @@ def _restores(config: Config, times: int = 3) -> dict[str, float]:
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "a step without checkpoints", f"{found['step without'] * 1e3:.0f} ms"
     yield "a step with a checkpoint every 10", f"{found['step with'] * 1e3:.0f} ms, {found['ratio']:.3f} times as long"
-    yield "the training thread's own time for it", f"{found['stall']:.2%} of the interval"
+    yield "time of the training thread for it", f"{found['stall']:.2%} of the interval"
     for schedule, of in found["bytes"].items():
         yield f"bytes written ÷ bytes of state, `{schedule}`", f"{of['files'] / of['state']:.3f} ({of['files'] / 1e6:.1f} MB)"
-    yield "restore ÷ fresh start, both with compiling", f"{found['restored'] / found['fresh']:.2f} ({found['restored']:.1f} s)"
+    yield (
+        "restore ÷ start without a checkpoint, both with compilation",
+        f"{found['restored'] / found['fresh']:.2f} ({found['restored']:.1f} s)",
+    )

@@ -1,4 +1,4 @@
-"""Files of the newest checkpoint cut off, deleted or changed: the run must say which, and go on from the checkpoint before."""
+"""Files of the newest checkpoint cut off, deleted or changed: the run must name the file, and resume from the checkpoint before."""
 
 import contextlib
 import io
@@ -42,9 +42,9 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
         wrong = outcome(again, name, expected)
         found.append({"file": name, "how": how, "at": at, "wrong": wrong})
         place = "" if how == "deleted" else f" at byte {at:,}"
-        print(f"{number}: {name} {how}{place}: {wrong or 'told by name, the one before used, identical'}", flush=True)
+        print(f"{number}: {name} {how}{place}: {wrong or 'file named, checkpoint before used, identical'}", flush=True)
     rows = [(how, *_counts([row for row in found if row["how"] == how])) for how in HOW]
-    print_table(("damage", "checkpoints", "files", "told, and the same end"), rows)
+    print_table(("damage", "checkpoints", "files", "named, and identical"), rows)
     return found
 
 
@@ -91,7 +91,7 @@ def trained(folder: Path, until: int) -> Path:
 
 
 def outcome(folder: Path, name: str, expected: End) -> str | None:
-    """What is wrong with how the damaged run in `folder` goes on, if anything is."""
+    """What is wrong with the resumed run in the damaged `folder`, or nothing."""
     config = Config.model_validate(config_of(folder, PLAN, END))
     told = io.StringIO()
     try:

@@ -1,4 +1,4 @@
-"""Runs of four processes, one of which is killed at a random moment: each must end as the run that was left alone."""
+"""Runs of four processes, one of which is killed at a random moment: each must end like a run without a kill."""
 
 import os
 import random
@@ -29,8 +29,8 @@ class Kill(NamedTuple):
         process: which one was killed.
         moment: one of `MOMENTS`.
         rows: that were logged by then.
-        resumed: the step where the run went on; None: it began anew.
-        wrong: what is not as in the run that was left alone, if anything is.
+        resumed: the step at which the run resumed; None: it started from step 0.
+        wrong: the difference from the run without a kill, if any.
     """
 
     process: int
@@ -41,7 +41,7 @@ class Kill(NamedTuple):
 
 
 class _Pace(NamedTuple):
-    """Seconds of the run that was left alone: from the start of its processes to the first row, from there to the last checkpoint."""
+    """Seconds of the run without a kill: from the start of its processes to the first row, and from there to the last checkpoint."""
 
     starting: float
     training: float

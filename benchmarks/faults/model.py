@@ -1,4 +1,4 @@
-"""A model that compiles in a moment and has everything that a checkpoint must keep: batch statistics, dropout, momentum."""
+"""A model that compiles quickly and has everything that a checkpoint must keep: batch statistics, dropout, momentum."""
 
 import jax
 import jax.numpy as jnp
@@ -38,5 +38,5 @@ def data(seed: int, batch_size: int) -> tuple[list[Batch], list[Batch]]:
 
 
 def loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, int]:
-    """Squares, and how many."""
+    """The sum of the squared errors, and their number."""
     return ((outputs - labels) ** 2).sum(), labels.size

@@ -1,4 +1,4 @@
-"""Checkpoints of one plan restored under every other, and checkpoints of one run by other numbers of processes."""
+"""Checkpoints of each plan restored under every other plan, and the same run in different numbers of processes."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "2BW, 2 × 2": {"schedule": "pipedream_2bw", "num_stages": 2, "replicas": 2, "microbatches": 4},
     "PipeDream, 2-1-1": {"schedule": "pipedream", "num_stages": 3, "replicas": [2, 1, 1], "microbatches": 2},
 }
-"""Of other depths, cuts, replicas, schedules and recomputation."""
+"""Plans with different depths, cuts, replicas, schedules and recomputation."""
 STEPS = 6
 COUNTS = 1, 2, 4
 
@@ -55,7 +55,7 @@ def pairs(folder: Path) -> list[dict[str, Any]]:
 
 
 def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
-    """What is wrong with how the run in `folder` goes on under another plan, if anything is."""
+    """What is wrong with the run in `folder` resumed under another plan, or nothing."""
     config = Config.model_validate(config_of(folder, plan, STEPS + 2))
     together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
     try:

@@ -1,4 +1,4 @@
-"""Tiny runs that write checkpoints, and what two of them must have in common in the end."""
+"""Tiny runs that write checkpoints, and the comparison of two of them."""
 
 import contextlib
 import json
@@ -31,11 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class End(NamedTuple):
-    """What a run leaves behind.
+    """The result of a run.
 
     Attributes:
-        rows: of `metrics.jsonl`, but for their times.
-        layers: of its last checkpoint: weights, optimizer state and layer state by layer id.
+        rows: the rows of `metrics.jsonl`, without times.
+        layers: its last checkpoint: weights, optimizer state and layer state by layer id.
     """
 
     rows: list[dict[str, Any]]
@@ -62,7 +62,7 @@ def config_of(folder: Path, plan: Mapping[str, Any], steps: int = STEPS) -> dict
 
 @contextlib.contextmanager
 def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    """`jpipe launch` of a run; it and its processes are gone afterwards.
+    """`jpipe launch` of a run; afterwards it and its processes have ended.
 
     Args:
         config: the run's, as plain data.
@@ -103,20 +103,20 @@ def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: 
 
 
 def last_words(folder: Path) -> str:
-    """What the launcher itself said of a run in this folder; or the last line that was printed, if it said nothing."""
+    """The launcher's message about a run in this folder, or the last printed line if there is none."""
     lines = [line.strip() for line in (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     own = [line.removeprefix("jpipe: ") for line in lines if line.startswith("jpipe: ")]
     return "; then ".join(own or lines[-1:]) or "nothing"
 
 
 def end_of(run: Path) -> End:
-    """What the run in the folder `run` left behind; its checkpoint is held against the hashes."""
+    """The result of the run in the folder `run`; the hashes of its checkpoint are checked."""
     rows = [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return End(rows, checkpoint_files.read_layers(run, checkpoint_files.steps(run)[-1]))
 
 
 def difference(found: Any, expected: Any, where: str = "") -> str | None:
-    """Where two trees of dicts, sequences, arrays and plain values differ first, in dtypes, shapes and bits; None: nowhere."""
+    """The first difference of two trees of dicts, sequences, arrays and plain values, in dtypes, shapes and bits, or None."""
     if isinstance(expected, np.ndarray):
         same = isinstance(found, np.ndarray) and (found.dtype, found.shape) == (expected.dtype, expected.shape)
         return None if same and found.tobytes() == expected.tobytes() else f"{where}: other numbers"

@@ -1,1 +1,1 @@
-"""Several hosts on a slow network, made on one machine out of network namespaces. `python -m benchmarks.hosts` prints tables."""
+"""Several hosts on a slow network, made on one machine from network namespaces. `python -m benchmarks.hosts` prints tables."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.hosts`: data parallelism and pipelines over two and four hosts, at rates that starve data parallelism.
+"""`python -m benchmarks.hosts`: data parallelism and pipelines over two and four hosts, at rates that limit data parallelism.
 
-A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken for
-its compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate
-tells how much longer its bytes take than they have to; the rates are corrected by that. The share is measured again at each rate, as
+A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken as its
+compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate shows
+how much longer the bytes take than expected, and the rates are corrected by that. The share is measured again at each rate, as
 1 - C / (time of a step), and every plan runs at the same rates.
 """
 
@@ -32,7 +32,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eige
 def main() -> int:
     """Measure, print a table for each workload and number of hosts, write JSON."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed, too
     results: dict[str, Any] = {"machine": describe(), "epoch_samples": EPOCH, "runs": []}
     machine = results["machine"]
     try:
@@ -99,7 +99,7 @@ def _measure(network: Network, name: str) -> list[dict[str, Any]]:
 
 
 def _rates(network: Network, program: Program, name: str, free: dict[str, Any]) -> list[float]:
-    """At which data parallelism communicates for `SHARES` of its time, from what it does without a limit and in one try with one."""
+    """The rates at which data parallelism communicates for `SHARES` of its time, from a run without a limit and one with a limit."""
     compute, share = free["step_seconds"], SHARES[len(SHARES) // 2]
     network.limit(rate_for(share, compute, free["most_sent"]))
     communicates = _run(program, name)["step_seconds"] - compute
@@ -117,7 +117,7 @@ def _start(network: Network, name: str, kind: str) -> Program:
 
 
 def _run(program: Program, name: str) -> dict[str, Any]:
-    """One measurement: a short one first, that says how many steps fill the time."""
+    """One measurement, after a short one that determines how many steps fill the time."""
     answers = program.run(3)
     seconds = _step_seconds(answers)
     if 2 * seconds < TIMED_SECONDS:
@@ -139,12 +139,12 @@ def _step_seconds(answers: list[dict[str, Any]]) -> float:
 
 
 def rate_for(share: float, compute_seconds: float, sent_bytes: float) -> float:
-    """Bits a second at which sending takes that share of a step, if nothing is sent while computing.
+    """Bits per second at which sending takes a share of a step, if sending and computing do not overlap.
 
     Args:
-        share: of the time of a step, between 0 and 1.
-        compute_seconds: of a step.
-        sent_bytes: of a step, by the host that sends most.
+        share: share of the time of a step, between 0 and 1.
+        compute_seconds: seconds of computation per step.
+        sent_bytes: bytes per step of the host that sends most.
     """
     return 8 * sent_bytes * (1 - share) / (share * compute_seconds)
 
@@ -153,13 +153,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "failed" in row:
             print(f"{row['plan']:<24} not measured: {row['failed']}")
-    with_base = {row["rate"] for row in rows if row["plan"] == rows[0]["plan"] and "failed" not in row}  # what to compare with is there
+    with_base = {
+        row["rate"] for row in rows if row["plan"] == rows[0]["plan"] and "failed" not in row
+    }  # rates at which data parallelism was measured
     measured = [row for row in rows if "failed" not in row and row["rate"] in with_base]
     if not measured:
         return
     compute = measured[0]["step_seconds"]
     print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s per step")
-    print(f"{'plan':<24} {'Mbit/s':>8} {'s an epoch':>11} {'speed-up':>9} {'kB a sample':>12} {'less':>7} {'waiting':>8}")
+    print(f"{'plan':<24} {'Mbit/s':>8} {'s per epoch':>11} {'speed-up':>9} {'kB/sample':>12} {'less':>7} {'waiting':>8}")
     for rate in dict.fromkeys(row["rate"] for row in measured):
         same = [row for row in measured if row["rate"] == rate]
         base = same[0]  # data parallelism

@@ -1,4 +1,4 @@
-"""Two models whose weights are many and whose activations are few, and the plans by which two and four hosts train them."""
+"""Two models with many weights and few activations, and the plans by which two and four hosts train them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from flax import nnx
 
 import jpipe
 
-MICROBATCHES = 12  # of a batch, whatever the plan: divisible by 1, 2, 3 and 4 replicas
+MICROBATCHES = 12  # per batch, for all plans: divisible by 1, 2, 3 and 4 replicas
 CLASSES, VOCABULARY, WORDS = 100, 4096, 8
 
 
@@ -54,7 +54,7 @@ def lstm() -> jpipe.LayerStack:
 
 
 def loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The summed cross-entropy, and of how many labels."""
+    """The sum of the cross-entropies, and the number of labels."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(), jnp.asarray(labels.size, jnp.float32)
 
 
@@ -76,7 +76,7 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
 
 
 def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
-    """By layer the bytes of its weights, and those of the activations of a sample that it passes on.
+    """For each layer the bytes of its weights, and those of its output per sample.
 
     Args:
         workload: what is trained.

@@ -1,6 +1,6 @@
-"""Hosts as network namespaces that share a switch, every link as slow as one likes. Linux, root and iproute2.
+"""Hosts as network namespaces that share a switch, with links of limited bandwidth. It needs Linux, root and iproute2.
 
-The switch is a namespace too, with a bridge in it: nothing is set up outside the namespaces, and with them everything is gone.
+The switch is also a namespace, with a bridge in it: nothing is set up outside the namespaces, so removing them removes everything.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ class NoNetwork(Exception):
 
 
 class Network:
-    """Some hosts behind one switch. In a `with`: at its end all of it is removed, with the processes that still run in it.
+    """Hosts behind one switch. Use it in a `with` statement: at its end everything is removed, with the processes that still run in it.
 
-    What a run left behind that was killed is removed at the beginning.
+    Namespaces that a killed run left behind are removed at the start.
 
     Args:
         hosts: how many.
@@ -65,17 +65,17 @@ class Network:
         return ["ip", "netns", "exec", _name(host), *command]
 
     def limit(self, bits_per_second: float | None) -> None:
-        """Make all links so fast, in each direction; None: as fast as the machine can.
+        """Limit the bandwidth of all links, in each direction; None: no limit.
 
         Args:
-            bits_per_second: of each link between a host and the switch.
+            bits_per_second: bandwidth of each link between a host and the switch.
         """
         for host in self.hosts:
             for namespace, device in ((_name(host), "eth0"), (SWITCH, f"port{host}")):
                 if bits_per_second is None:
                     _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root", check=False)
                 else:
-                    # What may pass at once: little, but no less than the largest packet and a clock tick's worth.
+                    # The burst is small, but not smaller than the largest packet and the bytes of a clock tick.
                     burst = max(65_536, round(bits_per_second / 8 / 100))
                     shape = f"rate {round(bits_per_second)}bit burst {burst}b latency 100ms".split()
                     _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
@@ -121,7 +121,7 @@ def remove_all() -> None:
 
 
 def sent_bytes() -> int:
-    """What the host in which this process runs has sent so far, headers included."""
+    """The bytes that the host of this process has sent so far, including headers."""
     for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():
         device, _, counters = line.partition(":")
         if device.strip() == "eth0":
@@ -140,7 +140,7 @@ def _take_lock() -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise NoNetwork("another run of this benchmark has the hosts now; wait for its end") from None
+        raise NoNetwork("another run of this benchmark uses the hosts; wait for its end") from None
     return lock
 
 

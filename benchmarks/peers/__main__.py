@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers`: jpipe beside PyTorch and plain JAX, two workers with a core each, for m = 8 and m = 2.
+"""`python -m benchmarks.peers`: jpipe compared with PyTorch and plain JAX, with two workers of one core each, for m = 8 and m = 2.
 
-The ceiling is two independent JAX jobs, a core each, at the same time: what two workers could do if they never waited. Each program
-is measured in turn with the ceiling, so a machine that gets slower or faster changes both; its share is the median over the rounds.
+The ceiling is two independent JAX jobs of one core each at the same time: the speed of two workers that never wait. Each program is
+measured in turn with the ceiling, so a machine that gets slower or faster changes both; its share is the median over the rounds.
 A schedule with `+1` has one more microbatch in flight (`extra_in_flight`), which hides the transfers.
 """
 
@@ -24,7 +24,7 @@ CEILING_STEPS, STEPS = {8: 3, 2: 9}, {8: 6, 2: 16}  # the first one is not timed
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-    # What `jpipe.keep_freed_memory` sets, here for all programs alike, those of PyTorch too.
+    # The settings of `jpipe.keep_freed_memory`, for all programs, including those of PyTorch.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
 
 
 class _Measurement:
-    """One m: the ceiling runs from the beginning to the end, each program beside it in its turn."""
+    """The measurements for one m: the ceiling stays started, and each program is measured in turn with it."""
 
     def __init__(self, microbatches: int, cores: list[int], options: argparse.Namespace) -> None:
         self.microbatches, self.cores, self.options = microbatches, cores, options
@@ -133,7 +133,7 @@ def _print(microbatches: int, rows: list[dict[str, Any]]) -> None:
         if times := row.get("stage_seconds"):
             balance = sum(times) / len(times) / max(times)
             milliseconds = " and ".join(f"{time * 1e3:.1f} ms" for time in times)
-            print(f"{row['name']:<28} {milliseconds} a microbatch: balance {balance:.3f}")
+            print(f"{row['name']:<28} {milliseconds} per microbatch: balance {balance:.3f}")
     print(f"\n{'goal':<58} {'at least':>9} {'found':>8}")
     for text, least, found in goals(microbatches, shares):
         print(f"{text:<58} {least:>9.3f} {found:>8.3f}  {'met' if found >= least else 'MISSED'}")

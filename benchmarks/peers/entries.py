@@ -1,4 +1,4 @@
-"""Which programs are compared, how each is started, and what is expected of it."""
+"""The programs that are compared, how each is started, and its goals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ ENTRIES: Sequence[Entry] = (
 
 
 def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
-    """What is expected, what was found: (goal in words, the least it may be, what it is) for each goal that can be told.
+    """Goals and measurements: (goal as text, its least value, the measured value) for each goal that was measured.
 
     Args:
         microbatches: of a batch.

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model through jpipe, a stage a process.
+"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model in jpipe, with one stage per process.
 
-SCHEDULE is one of jpipe's, with `+1` one more microbatch in flight, or `dp`, data parallelism: one stage, a replica a process. With one
-process the stages share its core, and the times of their computations are measured on the side.
+SCHEDULE is one of jpipe's (`+1`: one more microbatch in flight), or `dp`, data parallelism: one stage with one replica per process. With
+one process the stages share its core, and the times of their computations are measured as well.
 """
 
 import sys

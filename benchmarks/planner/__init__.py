@@ -1,1 +1,1 @@
-"""What the planner finds for the papers' models and clusters, how fast it is, and how right it is on this machine."""
+"""The planner's results for the papers' models and clusters, its speed, and its accuracy on this machine."""

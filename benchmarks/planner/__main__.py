@@ -1,7 +1,7 @@
 """`python -m benchmarks.planner [speed] [choice] [papers] [2bw] [here] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
-`speed` times the searches, `choice` holds the chosen plan against simulating every candidate, `papers` and `2bw` hold the searches
-against the papers' experiments without any of their GPUs, `here` trains on this machine and holds measurements against predictions.
+`speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `papers` and `2bw` compare the searches
+with the papers' experiments without their GPUs, `here` trains on this machine and compares measurements with predictions.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the choice loses against simulating every candidate, and what it costs: on profiles of a folder, or on random ones."""
+"""Compares the choice with simulating every candidate, in speed of the plan and in time: on profiles of a folder, or on random ones."""
 
 import argparse
 import time
@@ -20,7 +20,7 @@ from planner.search.candidates import find_candidates
 TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 workers
 MICROBATCHES = (16, 64)  # of a batch
 RANDOM = 6
-BY_CLOSED_FORM = 10  # kinds that were simulated when the closed form alone said which; up to four times as many where it was too good
+BY_CLOSED_FORM = 10  # kinds that earlier versions simulated, chosen by closed form; up to four times as many if it was too optimistic
 
 
 def main(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _profiles(folder: str | None) -> Iterator[tuple[str, Profile]]:
-    """By name; a minibatch of a `graph.txt` counts as a row, for it makes no difference here."""
+    """The profiles by name; a minibatch of a `graph.txt` counts as one row, which makes no difference here."""
     if folder is not None:
         for path in sorted(Path(folder).expanduser().glob("*/graph.txt")):
             yield path.parent.name, read_graph_txt(path.read_text(encoding="utf-8"), 1)
@@ -61,7 +61,7 @@ def _profiles(folder: str | None) -> Iterator[tuple[str, Profile]]:
 
 
 def _random(seed: int) -> Profile:
-    """Twenty layers of which no two are alike, with sizes for which the links of the clusters matter."""
+    """Twenty different layers, with sizes for which the links of the clusters matter."""
     random, count, layers = np.random.default_rng(seed), 20, []
     forwards, outputs, weights = random.exponential(5e-3, count), 10 ** random.uniform(5.5, 7.5, count), 10 ** random.uniform(5, 8, count)
     for n, (forward, out, size) in enumerate(zip(forwards.tolist(), outputs.tolist(), weights.tolist(), strict=True)):
@@ -105,7 +105,7 @@ def _simulated(profile: Profile, topology: Topology, candidate: Candidate) -> Ra
 
 
 def _by_closed_form(fitting: list[Candidate], fast: dict[Candidate, float]) -> list[Candidate]:
-    """The candidates that are simulated when one stands for its kind, and closed forms say which and how many."""
+    """The candidates to simulate if there is one per kind, and closed forms determine which and how many."""
     first: dict[tuple[object, ...], Candidate] = {}
     for candidate in fitting:
         first.setdefault(candidate.kind, candidate)

@@ -1,10 +1,10 @@
-"""Plans of the default GPT over two and four processes of this machine: predicted, measured, and what the planner would choose.
+"""Plans of the default GPT over two and four processes of this machine: predicted, measured, and the planner's choice.
 
-All that use every process with its batch of 32: each cut, schedule and number of pipelines, microbatches of 4, 8 and 16 rows, and for
-PipeDream any replicas; without recomputation or more microbatches in flight, of which there would be thousands. Each process has a core,
-two of four share one. Process 0 profiles the layers on its core; nothing else is fitted to the machine. A machine that others use too
-is a fifth slower in one minute than in another: so each measurement is set against how fast the cores computed right before and after
-it, compared with the time of the profile; both are printed.
+All plans that use every process with a batch of 32: each cut, schedule and number of pipelines, microbatches of 4, 8 and 16 rows, and for
+PipeDream any replicas; without recomputation or additional microbatches in flight, which would make thousands of plans. Each process has
+a core; with four processes, two share one. Process 0 profiles the layers on its core; nothing else is fitted to the machine. The speed of
+a shared machine varies by a fifth from minute to minute. So each measurement is corrected for the speed of the cores right before and
+after it, relative to their speed during profiling; both are printed.
 """
 
 import itertools

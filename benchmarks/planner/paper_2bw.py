@@ -1,9 +1,9 @@
-"""What the planner says of the experiments of PipeDream-2BW (ICML 2021), section 5, beside the paper's words.
+"""The planner's results for the experiments of PipeDream-2BW (ICML 2021), section 5, beside those of the paper.
 
-Two GPTs are profiled on paper for the V100, then all plans are swept. The paper tells depths and ratios, no seconds.
+Two GPTs get analytic profiles for the V100, then all plans are swept. The paper gives depths and ratios, but no seconds.
 
-An analytic profile costs the same a row at any number of rows. Real GPUs compute faster with more of them, and that is why the paper
-recomputes: to fit larger microbatches. The paper does not say how much faster, so there are two tables: without such a loss, and with
+An analytic profile has the same time per row for every number of rows. Real GPUs are faster with more rows, which is why the paper
+recomputes: to fit larger microbatches. It does not say how much faster, so there are two tables: one without this effect, and one with
 `HALF_ROWS`, where b rows take as long as b + `HALF_ROWS` would at the full rate.
 """
 
@@ -38,7 +38,7 @@ FIGURE_6 = (
     ("pipedream_flush", "gpipe", "2.1", "3"),
     ("pipedream_flush", "naive", "4.1 (2.2B)", "5.3 (2.2B)"),
 )
-"""Throughput of one schedule over that of another one, at a small and at a large batch, as the text of section 5.2 tells."""
+"""Throughput of one schedule divided by that of another, for a small and a large batch, from the text of section 5.2."""
 Row = dict[str, Any]
 
 
@@ -62,7 +62,7 @@ def main() -> dict[str, list[Row]]:
 
 
 def with_half_rows(profile: Profile, half: float) -> Profile:
-    """The same where b rows take as long as b + half.
+    """The same profile if b rows take as long as b + half.
 
     Args:
         profile: with times that are proportional to the rows.
@@ -105,7 +105,7 @@ def speed_ups(profile: Profile, topology: Topology, depth: int, batches: Sequenc
 
 
 def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int, rows: int, batch: int, policy: str = "full") -> Simulated:
-    """The plan of so many stages with one recomputation policy for all of them, whether it fits or not.
+    """The plan with `depth` stages and one recomputation policy for all of them, even if it does not fit.
 
     Args:
         profile: of the model.
@@ -125,7 +125,7 @@ def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int,
 
 
 def memory(profile: Profile, topology: Topology, depth: int, batch: int) -> Iterator[Row]:
-    """The most that a worker holds: each schedule by microbatch size and recomputation; PipeDream updates after each microbatch."""
+    """Peak memory of a worker for each schedule, microbatch size and recomputation; PipeDream updates after each microbatch."""
     for policy in POLICIES:
         for rows in profile.sizes:
             if rows * depth > batch:
@@ -138,7 +138,7 @@ def memory(profile: Profile, topology: Topology, depth: int, batch: int) -> Iter
 
 
 def largest_models(profile: Profile, topology: Topology, rows: int) -> Iterator[Row]:
-    """For each depth the most blocks with which 2BW fits, with as many microbatches as stages and the recomputation that it takes."""
+    """For each depth the largest number of blocks with which 2BW fits, with as many microbatches as stages and recomputation as needed."""
     depth, batch = 1, rows * topology.num_workers
     while depth <= topology.num_workers:
         fits, fails = 0, 1024

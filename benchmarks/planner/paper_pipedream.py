@@ -1,7 +1,7 @@
-"""What the planner says of table 1 of PipeDream (SOSP 2019), beside the paper's configurations and its own recurrence.
+"""The planner's results for table 1 of PipeDream (SOSP 2019), beside the paper's configurations and its own recurrence.
 
-The models are profiled on paper for the device of cluster A, with the paper's microbatches. Each is searched with an update after one
-microbatch of each replica, the paper's rule, and with one for all stages after four microbatches per worker, as jpipe does by default.
+The models get analytic profiles for the device of cluster A, with the paper's microbatches. Each is searched with the paper's rule, an
+update after one microbatch of each replica, and with jpipe's default, an update of all stages after four microbatches per worker.
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def topologies() -> dict[str, Topology]:
 
 
 def compare(profile: Profile, topology: Topology) -> Row:
-    """What comes out, and how fast it is against data parallelism.
+    """The results, and their speed compared with data parallelism.
 
     Args:
         profile: with one microbatch size.

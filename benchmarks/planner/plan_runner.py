@@ -1,8 +1,8 @@
-"""`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run any plan they are told.
+"""`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run the plans which they receive.
 
-It says what the planner needs to know (the profile of process 0, and the links measured by all of them), then, for each line of JSON with a
-plan and a number of steps, how long these took and what its workers held. Before and after each it times a step of the whole model, alone:
-that says how fast its core was meanwhile, which on a machine that others use too changes by a fifth within a minute.
+It prints what the planner needs (the profile of process 0, and the links measured by all). Then, for each line of JSON with a plan and a
+number of steps, it prints the time of the steps and the memory of its workers. Before and after each plan it times a step of the whole
+model alone, because the speed of a core on a shared machine varies by a fifth within a minute.
 """
 
 import json
@@ -33,7 +33,7 @@ _LONG = 600.0  # seconds without progress that the profile may take
 
 
 def main(index: int, count: int, port: int) -> None:
-    """Join the others, profile, then run what comes."""
+    """Join the others, profile, then run the plans that arrive."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     processes = jpipe.join_processes(limit=120.0, wait=_LONG)
@@ -70,7 +70,7 @@ def profile() -> Profile:
 
 
 def _pace() -> Callable[[], float]:
-    """A function that runs forward and backward of the whole model for a third of a second, and says how long one takes."""
+    """A function that runs forward and backward of the whole model for a third of a second, and returns the time of one."""
     stack, (inputs, labels) = gpt.gpt(MODEL), _batch(SIZES[0])
     specs = {layer_id: (spec.params, spec.state) for layer_id, spec in stack.specs(inputs).items()}
     params, state = (jax.tree.map(_filled, {layer_id: spec[n] for layer_id, spec in specs.items()}) for n in (0, 1))

@@ -1,7 +1,6 @@
-"""How long the searches take, on one core, with and without a limit of memory.
+"""The time of the searches on one core, with and without a memory limit.
 
-The layers are invented: no two alike, with weights that become larger and outputs that become smaller from the first to the last, as in
-networks of convolutions.
+The layers are synthetic and all different: from the first to the last, weights grow and outputs shrink, as in convolutional networks.
 """
 
 import dataclasses
@@ -52,7 +51,7 @@ def main() -> list[dict[str, Any]]:
 
 
 def invented(count: int, topology: Topology) -> Problem:
-    """A model of so many layers, always the same one, for which data parallelism communicates twice as long as it computes."""
+    """A model of `layers` layers, always the same one, for which data parallelism communicates twice as long as it computes."""
     random, bandwidth = np.random.default_rng(0), topology.levels[-1].bandwidth
     seconds = random.uniform(0.2e-3, 5e-3, count)
     share = np.arange(count) / count
@@ -106,7 +105,7 @@ def _servers(*counts: int) -> Topology:
 
 
 def _row(what: str, find: Callable[[], Any], goal: float | None = None, original: str = "") -> dict[str, Any]:
-    """The shortest of some runs: what else the machine does is no part of the search."""
+    """The shortest of some runs, to exclude the effect of other programs."""
     print(f"… {what}", file=sys.stderr, flush=True)
     times = []
     for _ in range(REPEATS):
