@@ -214,7 +214,7 @@ def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
     assert why_slower(None, window()) is None
     assert why_slower(window(), None) is None
     assert why_slower(window(), window(2)) == "Steps take longer than predicted: other programs used the cores at the same time."
-    assert "what moves between processes" in why_slower(window(), window(2), processes=2)
+    assert "transfers between processes" in why_slower(window(), window(2), processes=2)
     short = why_slower(window(0.01), window(0.04))
     assert short.startswith("Steps take longer than predicted: the computations are so short (median 800 µs) that starting them from")
     for slower, words in ((window(2), "other programs used the cores"), (window(1.4), None)):
