@@ -86,7 +86,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
         plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
-        lines.append(f"{plan}: stage {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} more than there are")
+        lines.append(f"{plan}: stage {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
     return lines
 
 

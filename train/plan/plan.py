@@ -190,7 +190,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
             "fewer --schedules or a smaller --batch leave less to simulate"
         )
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
-        reporter.say("+1, +2: so many more microbatches in flight at each stage (extra_in_flight)")
+        reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.workers < topology.num_workers:
         reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")

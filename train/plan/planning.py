@@ -135,7 +135,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
         with reporter.counting("profiling the layers on this device") as progress:
             return measure(*model_parts, sizes, seconds=SECONDS, progress=progress)
     sizes = sizes_for(batch, workers, PAPER_SIZES)
-    with reporter.counting(f"profiling the layers for {topology.device.name}, on paper") as progress:
+    with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
         return analyze(*model_parts, sizes, topology.device, progress=progress)
 
 

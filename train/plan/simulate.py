@@ -1,4 +1,4 @@
-"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, on paper."""
+"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, without a device."""
 
 import re
 import shutil

@@ -35,7 +35,7 @@ def test_smaller_microbatches_are_suggested_only_where_all_else_fits(weights, re
 def test_what_is_rejected_by_its_estimate_says_so():
     lines = table.why_rejected(chosen(10**5, 10**7, memory=1e7), 3)
     assert len(lines) == 3
-    assert all("needs an estimated " in line and line.endswith(" more than there are") for line in lines)
+    assert all("needs an estimated " in line and line.endswith(" too much") for line in lines)
 
 
 def test_one_stage_is_no_stages():
