@@ -28,6 +28,7 @@ class StageCost:
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
+        shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
     """
 
     forward: float = 1.0
@@ -45,6 +46,7 @@ class StageCost:
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

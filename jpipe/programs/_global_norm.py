@@ -38,6 +38,12 @@ class Route:
         batch, rest = divmod(k + 1 - self.delay, self.plan.microbatches)
         return batch - 1 if rest == 0 and batch > 0 else None
 
+    def shared_after(self, s: int, k: int) -> int | None:
+        """The batch whose shared gradients stage s sends after the backward of microbatch k, if any; each replica once per batch."""
+        replicas = self.plan.replicas[s]
+        batch, rest = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
+        return batch if batch >= 0 and rest >= self.plan.microbatches - replicas else None
+
     def norm_with(self, s: int, k: int) -> int | None:
         """The batch whose norm arrives at stage s with the activation of microbatch k, if any."""
         batch, rest = divmod(k - self.first, self.plan.microbatches)

@@ -7,7 +7,7 @@ from typing import Literal
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient", "squares", "norm"]
+Message = Literal["activation", "gradient", "squares", "norm", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Send:
     """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
-    batch that ends with the microbatch, and the worker keeps the norm.
+    batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
+    which the worker keeps until its update.
     """
 
     worker: int
@@ -62,7 +63,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`), `squares` or the `norm`."""
+    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or one of the other messages."""
 
     worker: int
     microbatch: int
@@ -79,6 +80,23 @@ class AllReduce:
 
     worker: int
     batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeShared:
+    """Copy the gradients of `batch` with respect to shared parameters, for the other stages that hold these parameters."""
+
+    worker: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddShared:
+    """Add to the gradients of `batch` those that the other stages have sent, for the shared parameters of group `group`."""
+
+    worker: int
+    batch: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +136,21 @@ class Evaluate:
     version: int
 
 
-Instruction = Load | Forward | Backward | ForwardBackward | Send | Receive | AllReduce | SumSquares | Update | Release | Evaluate
+Instruction = (
+    Load
+    | Forward
+    | Backward
+    | ForwardBackward
+    | Send
+    | Receive
+    | AllReduce
+    | TakeShared
+    | AddShared
+    | SumSquares
+    | Update
+    | Release
+    | Evaluate
+)
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
@@ -142,6 +174,7 @@ class Program:
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
         global_norm: whether updates use the norm of the gradients of all stages.
+        shared: for each group of shared parameters, the stages that hold them, in order; at least two.
         sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
@@ -155,6 +188,7 @@ class Program:
     end: int
     drained: bool
     global_norm: bool
+    shared: tuple[tuple[int, ...], ...]
     sets_aside: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
     instructions: tuple[Instruction, ...]

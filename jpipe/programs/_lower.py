@@ -1,6 +1,7 @@
 """From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import takewhile
 from numbers import Integral
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
 from jpipe.programs._instructions import (
+    AddShared,
     AllReduce,
     Backward,
     Evaluate,
@@ -19,12 +21,22 @@ from jpipe.programs._instructions import (
     Program,
     Release,
     SumSquares,
+    TakeShared,
     Update,
 )
 from jpipe.schedules import SCHEDULES, Compute
 
 
-def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bool = True, global_norm: bool = False) -> Program:
+def lower(
+    plan: Plan,
+    batches: int,
+    *,
+    begin: int = 0,
+    start: int = 0,
+    drain: bool = True,
+    global_norm: bool = False,
+    shared: Sequence[Sequence[int]] = (),
+) -> Program:
     """Write the programs of all workers for the batches `begin` .. `batches` - 1.
 
     Computations stand in the order of their simulated start (a forward takes 1, a backward 2, one more where it
@@ -37,6 +49,7 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
         start: the batch before which the pipeline was last empty.
         drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
         global_norm: whether updates use the norm of the gradients of all stages.
+        shared: for each group of shared parameters, the stages that hold them, in order.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
@@ -52,12 +65,23 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if global_norm and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
         raise InputError(f"lower: global_norm: {why}")
-    run = _Run(plan, start, batches, drain, global_norm)
+    groups = _checked_groups(shared, plan)
+    run = _Run(plan, start, batches, drain, global_norm, groups)
     instructions = run.listing.in_order()
     if begin > start:
-        before = set(_Run(plan, start, begin, False, global_norm).listing.in_order())
+        before = set(_Run(plan, start, begin, False, global_norm, groups).listing.in_order())
         instructions = [instruction for instruction in instructions if instruction not in before]
-    return Program(plan, start, begin, batches, drain, global_norm, run.sets_aside(), run.versions(), tuple(instructions))
+    return Program(plan, start, begin, batches, drain, global_norm, groups, run.sets_aside(), run.versions(), tuple(instructions))
+
+
+def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
+    groups = tuple(tuple(stages) for stages in shared)
+    for stages in groups:
+        if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
+            raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
+    if groups and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: shared: {why}")
+    return groups
 
 
 def batches_until_full(plan: Plan) -> int:
@@ -79,20 +103,23 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
                     instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
-    return Program(plan, 0, 0, 1, True, False, (False,) * plan.depth, (), tuple(instructions))
+    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))
 
 
 class _Run:
     """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
-    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool) -> None:
-        self.plan, self.start, self.global_norm = plan, start, global_norm
+    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
+        self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
         self.schedule = SCHEDULES[plan.schedule]
         self.backward_ticks = [2 if stage.recompute == "none" else 3 for stage in plan.stages]
         self.workers = [_Worker(plan, w, start) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
-        self.route = route_of(plan) if global_norm and not self.schedule.flushes else None
-        self.updates = _PendingUpdates(plan, self.available, self.listing, self.route)
+        self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
+        self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
+        self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
+        self.updates = _PendingUpdates(plan, self.available, self.listing, self.route, self.waits)
+        self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.first_free = max(start, batches if self.schedule.flushes else plan.flush_first)
         for batch in range(start, min(self.first_free, batches)):
             self._empty_to_empty(batch, batch + 1, drain=True)
@@ -100,8 +127,8 @@ class _Run:
             self._empty_to_empty(self.first_free, batches, drain)
 
     def sets_aside(self) -> tuple[bool, ...]:
-        """As in `Program`: where updates wait for a sum over replicas or, without a flush, for the norm."""
-        return tuple(replicas > 1 or self.route is not None for replicas in self.plan.replicas)
+        """As in `Program`: where updates wait for a sum over replicas or, without a flush, for other stages."""
+        return tuple(replicas > 1 or (self.route is not None and self.waits[s]) for s, replicas in enumerate(self.plan.replicas))
 
     def versions(self) -> tuple[tuple[int, int], ...]:
         """For each worker the oldest version that a microbatch will still read, and the newest one."""
@@ -118,7 +145,7 @@ class _Run:
         while ready:
             w = ready.popleft()
             worker, order = self.workers[w], orders[w]
-            while self.updates.settle(worker) and position[w] < len(order) and self._compute(worker, order[position[w]]):
+            while self._settle(worker) and position[w] < len(order) and self._compute(worker, order[position[w]]):
                 position[w] += 1
         stuck = [w for w, order in enumerate(orders) if position[w] < len(order)]
         if stuck:
@@ -155,42 +182,102 @@ class _Run:
         self.listing.write(begins, *_loads(plan, s, k), Forward(w, k, version))
         if s < plan.depth - 1:
             self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
-            if (batch := self._norm_with(s + 1, k)) is not None:
+            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
                 self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
         self.available.announce("output", s, k, worker.clock)
         return True
 
-    def _norm_with(self, s: int, k: int) -> int | None:
-        """The batch whose norm arrives at stage s with microbatch k, if any; at a flush it comes in a message of its own."""
-        batch = None if self.route is None else self.route.norm_with(s, k)
+    def _due_with(self, s: int, k: int) -> int | None:
+        """The batch whose update is due at stage s before the forward of microbatch k, if any; the norm arrives with its activation."""
+        batch = self.route.norm_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
     def _update_before(self, worker: "_Worker", k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
-        if self.route is None:
+        if self.route is None or not self.waits[worker.stage]:
             if worker.pending and version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
-        elif (batch := self._norm_with(worker.stage, k)) is not None:
+        elif (batch := self._due_with(worker.stage, k)) is not None:
+            self._add_shared(worker, batch, begins)
             root = self.route.root(batch)
-            if worker.stage == 0 and worker.number != root:
+            if self.global_norm and worker.stage == 0 and worker.number != root:
                 self.listing.write(begins, *transfer(root, worker.number, last_microbatch(self.plan, batch), "norm"))
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
     def _inputs_ready(self, worker: "_Worker", entry: Compute, version: int) -> int | None:
-        """When the message that a computation needs, and the sum from which its weights are made, are available."""
-        plan, (op, s, k) = self.plan, entry
+        """When the message that a computation needs, and the sums from which its weights are made, are available."""
+        plan, (op, s, k), of = self.plan, entry, self.available
         if op == "B":
-            return self.available.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
-        if s > 0:
-            ready = self.available.time("output", s - 1, k, worker)
-        else:
-            batch = self._norm_with(0, k)
-            ready = 0 if batch is None else self.available.time("norm", 0, batch, worker)
-        if ready is None or self.route is not None or plan.replicas[s] == 1 or version <= self.start * plan.updates_per_batch(s):
-            return ready
-        summed = self.available.time("sum", s, version - 1, worker)
-        return None if summed is None else max(ready, summed)
+            return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
+        times = [of.time("output", s - 1, k, worker) if s > 0 else 0]
+        if self.route is not None and self.waits[s]:
+            if (batch := self._due_with(s, k)) is not None:
+                times += [of.time("norm", 0, batch, worker)] if self.global_norm and s == 0 else []
+                times += [of.time("shared", source, batch, worker) for group in self.shares[s] for source in self._sources(worker, group)]
+        elif plan.replicas[s] > 1 and version > self.start * plan.updates_per_batch(s):
+            times.append(of.time("sum", s, version - 1, worker))
+        known = [time for time in times if time is not None]
+        return max(known) if len(known) == len(times) else None
+
+    def _settle(self, worker: "_Worker") -> bool:
+        """Do what comes before the next computation of a worker: give shared gradients, sum squares, or make an update.
+
+        Returns:
+            Whether the worker can go on; False if something that this needs is not available yet.
+        """
+        return self._give_shared(worker) and self._sum_squares(worker) and self.updates.settle(worker)
+
+    def _give_shared(self, worker: "_Worker") -> bool:
+        while worker.shared_due:
+            summed = self.available.time("sum", worker.stage, worker.shared_due[0], worker)
+            if summed is None:
+                return False
+            worker.clock = max(worker.clock, summed)
+            self._send_shared(worker, worker.shared_due.pop(0), worker.clock)
+        return True
+
+    def _send_shared(self, worker: "_Worker", batch: int, time: int) -> None:
+        """Send the gradients of shared parameters to the workers of the other stages that hold them, one replica to each of them."""
+        plan, w, s = self.plan, worker.number, worker.stage
+        self.listing.write(time, TakeShared(w, batch))
+        for other in sorted({stage for group in self.shares[s] for stage in self.shared[group]} - {s}):
+            for replica, to in enumerate(plan.stage_workers[other]):
+                if replica % plan.replicas[s] == worker.replica:
+                    self.listing.write(time, *transfer(w, to, last_microbatch(plan, batch), "shared"))
+        self.available.announce("shared", w, batch, time)
+
+    def _sources(self, worker: "_Worker", group: int) -> list[int]:
+        """The workers that send shared gradients of a group to a worker."""
+        replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
+        return [workers[worker.replica % len(workers)] for workers in replicas.values()]
+
+    def _add_shared(self, worker: "_Worker", batch: int, time: int, *, first: bool = False) -> None:
+        """Add the shared gradients of the groups not added yet, or only of those of which the worker's stage is the first."""
+        for group in self.shares[worker.stage]:
+            if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
+                self.added.add((worker.number, batch, group))
+                self.listing.write(time, AddShared(worker.number, batch, group))
+
+    def _sum_squares(self, worker: "_Worker") -> bool:
+        s, w, plan, of = worker.stage, worker.number, self.plan, self.available
+        while worker.squares_due:
+            assert self.route is not None
+            batch, groups = worker.squares_due[0], [group for group in self.shares[s] if self.shared[group][0] == s]
+            times = [of.time("sum", s, batch, worker), of.time("squares", s + 1, batch, worker) if s + 1 < plan.depth else 0]
+            times += [of.time("shared", source, batch, worker) for group in groups for source in self._sources(worker, group)]
+            known = [time for time in times if time is not None]
+            if len(known) < len(times):
+                return False
+            worker.clock = max(worker.clock, *known)
+            self._add_shared(worker, batch, worker.clock, first=True)
+            self.listing.write(worker.clock, SumSquares(w, batch))
+            k = last_microbatch(plan, batch)
+            if s > 0:
+                self.listing.write(worker.clock, *transfer(w, plan.worker(s - 1, k + self.route.delay), k, "squares"))
+            of.announce("squares" if s > 0 else "norm", s, batch, worker.clock)
+            worker.squares_due.pop(0)
+        return True
 
     def _after_backward(self, worker: "_Worker", k: int, version: int) -> None:
         plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
@@ -203,25 +290,36 @@ class _Run:
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
         batch = k // every if (k // replicas + 1) % (every // replicas) == 0 else None  # that it ends
-        if replicas > 1 or self.global_norm:
+        if replicas > 1 or self.waits[s]:
             self.updates.add(worker, batch, dead)
-            if self.route is not None and (ended := self.route.squares_with(k)) is not None and ended >= self.first_free:
-                worker.squares_due.append(ended)
+            self._note_due(worker, k)
         elif batch is not None:
             self.listing.write(ends, Update(w, batch, dead))
             worker.updates += 1
         elif dead is not None:
             self.listing.write(ends, Release(w, dead))
 
+    def _note_due(self, worker: "_Worker", k: int) -> None:
+        """Note for which batch a worker has to give shared gradients and to sum squares after its backward of microbatch k."""
+        if self.route is None:
+            return
+        if self.shares[worker.stage] and (batch := self.route.shared_after(worker.stage, k)) is not None and batch >= self.first_free:
+            worker.shared_due.append(batch)
+        if self.global_norm and (batch := self.route.squares_with(k)) is not None and batch >= self.first_free:
+            worker.squares_due.append(batch)
+
     def _drain(self, end: int) -> None:
         """Where the pipeline is empty: the norm of the last batch, and all pending updates."""
         time = max(worker.clock for worker in self.workers)
-        if self.route is None and self.global_norm:
-            self.listing.write(time, *norm_alone(self.plan, end - 1))
         while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
             batch = min(pending)
             late = [worker for worker in self.workers if worker.pending and worker.pending[0].batch == batch]
-            if self.route is not None:
+            for worker in late:
+                if self.shares[worker.stage] and not self.available.known("shared", worker.number, batch):
+                    self._send_shared(worker, batch, time)
+            for worker in late:
+                self._add_shared(worker, batch, time)
+            if self.global_norm:
                 self._finish_norm(batch, {worker.number for worker in late}, time)
             for worker in late:
                 self.updates.make(worker, time)
@@ -230,8 +328,7 @@ class _Run:
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
         """Bring the norm of a batch to the workers that lack it, in messages of their own."""
-        assert self.route is not None
-        if self.available.known("norm", 0, batch):
+        if self.route is not None and self.available.known("norm", 0, batch):
             holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
             self.listing.write(time, *distribute(self.plan, batch, holders))
         else:
@@ -256,6 +353,7 @@ class _Worker:
         backwards: their number since the first batch of the run.
         updates: likewise.
         pending: its updates that wait for a sum or a norm, in order.
+        shared_due: the batches whose shared gradients it is to give next.
         squares_due: the batches whose squares it is to sum next.
     """
 
@@ -266,18 +364,20 @@ class _Worker:
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
         self.pending: list[_Pending] = []
+        self.shared_due: list[int] = []
         self.squares_due: list[int] = []
 
 
 class _PendingUpdates:
-    """Updates that wait for the sum over all replicas, or for the norm of all gradients.
+    """Updates that wait for the sum over all replicas, or for other stages.
 
-    Without a norm at most two per worker: once there is a second one, the first is made before anything else, so that a worker never
-    holds the gradients of three batches. With a norm, each is made when its norm arrives.
+    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
+    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
     """
 
-    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing", route: Route | None) -> None:
-        self.plan, self.available, self.listing, self.route = plan, available, listing, route
+    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing", route: Route | None, waits: Sequence[bool]) -> None:
+        self.plan, self.available, self.listing = plan, available, listing
+        self.routed = [route is not None and wait for wait in waits]
         self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
 
     def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
@@ -291,46 +391,28 @@ class _PendingUpdates:
         pending = worker.pending
         if batch is not None:
             pending.append(_Pending(batch, None))
-        is_due = len(pending) == 2 and self.route is None
+        routed = self.routed[worker.stage]
+        is_due = len(pending) == 2 and not routed
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
             pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
             self.listing.write(worker.clock, Release(worker.number, dead))
-        if batch is not None and (len(pending) == 1 or self.route is not None):
+        if batch is not None and (len(pending) == 1 or routed):
             self._begin_sum(worker, batch)
 
     def settle(self, worker: _Worker) -> bool:
-        """Do what comes before the next computation: make the first of two pending updates, or sum the squares that are due.
+        """Make the first of two pending updates.
 
         Returns:
-            Whether the worker can go on; False if something that this needs is not available yet.
+            Whether the worker can go on; False if that update waits for its sum.
         """
-        if self.route is not None:
-            return self._sum_squares(worker, self.route)
-        if len(worker.pending) == 2:
+        if len(worker.pending) == 2 and not self.routed[worker.stage]:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
             if summed is None:
                 return False
             worker.clock = max(worker.clock, summed)
             self.make(worker, worker.clock)
             self._begin_sum(worker, worker.pending[0].batch)
-        return True
-
-    def _sum_squares(self, worker: _Worker, route: Route) -> bool:
-        s, w, plan = worker.stage, worker.number, self.plan
-        while worker.squares_due:
-            batch = worker.squares_due[0]
-            summed = self.available.time("sum", s, batch, worker)
-            later = self.available.time("squares", s + 1, batch, worker) if s + 1 < plan.depth else 0
-            if summed is None or later is None:
-                return False
-            worker.clock = max(worker.clock, summed, later)
-            self.listing.write(worker.clock, SumSquares(w, batch))
-            k = last_microbatch(plan, batch)
-            if s > 0:
-                self.listing.write(worker.clock, *transfer(w, plan.worker(s - 1, k + route.delay), k, "squares"))
-            self.available.announce("squares" if s > 0 else "norm", s, batch, worker.clock)
-            worker.squares_due.pop(0)
         return True
 
     def make(self, worker: _Worker, time: int) -> None:
@@ -352,7 +434,7 @@ class _PendingUpdates:
 
 
 class _Availability:
-    """When outputs, input gradients, sums, sums of squares and norms are available, and which workers wait for them.
+    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which workers wait for them.
 
     Attributes:
         woken: the workers that can go on.
@@ -360,7 +442,7 @@ class _Availability:
 
     def __init__(self) -> None:
         self.woken: deque[int] = deque()
-        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage, microbatch or batch)
+        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
         self._waiting: dict[tuple[str, int, int], list[int]] = {}
 
     def announce(self, what: str, s: int, number: int, time: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from jpipe.programs._costs import Network, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
+    AddShared,
     AllReduce,
     Backward,
     Forward,
@@ -18,6 +19,7 @@ from jpipe.programs._instructions import (
     Release,
     Send,
     SumSquares,
+    TakeShared,
     Update,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
@@ -150,11 +152,15 @@ class Predictor:
         elif i.message == "gradient":
             size, arrives = worker.cost.gradient, peer.cost.message
             worker.memory.add(-size)
+        elif i.message == "shared":
+            size = arrives = self._shared_bytes(worker.stage, peer.stage)
         else:
             size, arrives = 0, 0
         peer.memory.add(arrives)
         worker.moved += size
-        ready = worker.ready[key] if i.message == "norm" else worker.ready.pop(key)  # the worker keeps the norm
+        ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
+        if i.message == "shared":
+            key = f"shared of stage {worker.stage}", i.microbatch
         peer.ready[key] = self._traffic.send(i.worker, i.to, ready, size)
 
     def _all_reduce(self, worker: "_Worker", i: AllReduce) -> None:
@@ -170,6 +176,21 @@ class Predictor:
                 self._workers[w].moved += round(size)
                 self._workers[w].ready["sum", i.batch] = summed
 
+    def _take_shared(self, worker: "_Worker", i: TakeShared) -> None:
+        worker.wait(worker.ready.get(("sum", i.batch), 0.0))
+        worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.clock
+        worker.memory.add(sum(worker.cost.shared))
+
+    def _add_shared(self, worker: "_Worker", i: AddShared) -> None:
+        for s in self._program.shared[i.group]:
+            if s != worker.stage:
+                worker.wait(worker.ready[f"shared of stage {s}", last_microbatch(self._plan, i.batch)])
+
+    def _shared_bytes(self, s: int, other: int) -> int:
+        """The size of the shared gradients that one stage sends to another."""
+        sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
+        return sum(size for stages, size in sizes if {s, other} <= set(stages))
+
     def _sum_squares(self, worker: "_Worker", i: SumSquares) -> None:
         k = last_microbatch(self._plan, i.batch)
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
@@ -184,6 +205,12 @@ class Predictor:
         if memory.accumulates and self._program.sets_aside[worker.stage]:
             memory.add(-cost.accumulators)
         memory.accumulates = True
+        others = {s for stages in self._program.shared if worker.stage in stages for s in stages} - {worker.stage}
+        if others:
+            k = last_microbatch(self._plan, i.batch)
+            memory.add(-sum(cost.shared) - sum(self._shared_bytes(s, worker.stage) for s in others))
+            for kind in ("shared", *(f"shared of stage {s}" for s in others)):
+                worker.ready.pop((kind, k))
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
@@ -271,6 +298,8 @@ _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     ForwardBackward: Predictor._forward_backward,
     Send: Predictor._send,
     AllReduce: Predictor._all_reduce,
+    TakeShared: Predictor._take_shared,
+    AddShared: Predictor._add_shared,
     SumSquares: Predictor._sum_squares,
     Update: Predictor._update,
     Release: Predictor._release,

@@ -16,9 +16,11 @@ class Steps:
     Args:
         plan: what runs.
         global_norm: whether updates use the norm of the gradients of all stages.
+        shared: for each group of shared parameters, the stages that hold them.
     """
 
-    def __init__(self, plan: Plan, global_norm: bool) -> None:
+    def __init__(self, plan: Plan, global_norm: bool, shared: tuple[tuple[int, ...], ...] = ()) -> None:
+        self._shared = shared
         self._flushed, self._global_norm = plan.flush_first, global_norm
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
         self._programs: dict[tuple[int, int, bool], Program] = {}
@@ -68,4 +70,4 @@ class Steps:
         return min(since, self._full), self._plan.flush_first + min(batch - self._flushed, 2 * self._full)
 
     def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
-        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm)
+        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm, shared=self._shared)

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
+    AddShared,
     AllReduce,
     Backward,
     Forward,
@@ -17,6 +18,7 @@ from jpipe.programs._instructions import (
     Release,
     Send,
     SumSquares,
+    TakeShared,
     Update,
 )
 from jpipe.programs._walk import Violation
@@ -99,12 +101,16 @@ class Verifier:
     def _send(self, i: Send) -> None:
         if i.message == "norm":
             self._need_norm(i.microbatch)
+        elif i.message == "shared":
+            self._put("shared", self._take("shared", i.microbatch))  # for other sends, until the update
         else:
             self._take(_SENT[i.message], i.microbatch)
 
     def _receive(self, i: Receive) -> None:
         if i.message == "norm":
             self._norms.add(i.microbatch)
+        elif i.message == "shared":
+            self._put(f"shared of stage {self._plan.workers[i.source][0]}", i.microbatch)
         else:
             self._put(_RECEIVED[i.message], i.microbatch)
 
@@ -112,12 +118,25 @@ class Verifier:
         self._take("sums", i.batch)
         self._put("summed", i.batch)
 
+    def _take_shared(self, i: TakeShared) -> None:
+        self._look_at_sum(i.batch)
+        self._put("shared", last_microbatch(self._plan, i.batch))
+
+    def _add_shared(self, i: AddShared) -> None:
+        self._look_at_sum(i.batch)
+        k, stages = last_microbatch(self._plan, i.batch), self._program.shared[i.group]
+        if self._stage not in stages:
+            self._fail(f"{i}: stage {self._stage} does not hold it, stages {list(stages)} do")
+        for kind in ("shared", *(f"shared of stage {s}" for s in stages if s != self._stage)):
+            self._put(kind, self._take(kind, k))  # for other groups, until the update
+        self._put(f"group {i.group} added", k)
+
     def _sum_squares(self, i: SumSquares) -> None:
-        if self._sets_aside:
-            self._put(self._aside_as, self._take(self._aside_as, i.batch))  # for the update
-        else:
-            self._take_sum(i.batch)
+        self._look_at_sum(i.batch)
         k = last_microbatch(self._plan, i.batch)
+        for group, stages in enumerate(self._program.shared):
+            if stages[0] == self._stage:  # the only one whose norm has them
+                self._put(f"group {group} added", self._take(f"group {group} added", k))
         if not self._last:
             self._take("later squares", k)
         if self._first:
@@ -132,6 +151,7 @@ class Verifier:
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
+        self._take_all_shared(last_microbatch(self._plan, i.batch))
         if self._program.global_norm:
             k = last_microbatch(self._plan, i.batch)
             self._need_norm(k)
@@ -182,6 +202,23 @@ class Verifier:
         elif self._accumulated != self._every:
             self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
 
+    def _look_at_sum(self, batch: int) -> None:
+        """As `_take_sum`, for a computation that leaves it to the update."""
+        if self._sets_aside:
+            self._put(self._aside_as, self._take(self._aside_as, batch))
+        else:
+            self._take_sum(batch)
+
+    def _take_all_shared(self, k: int) -> None:
+        """Take what an update has of shared gradients: its own, those of all other stages, and all of them added."""
+        groups = {group: stages for group, stages in enumerate(self._program.shared) if self._stage in stages}
+        if groups:
+            self._take("shared", k)
+        for s in sorted({s for stages in groups.values() for s in stages} - {self._stage}):
+            self._take(f"shared of stage {s}", k)
+        for group in groups:
+            self._take(f"group {group} added", k)
+
     @property
     def _aside_as(self) -> str:
         """The kind of buffer in which the gradients of a whole batch wait for its update."""
@@ -222,6 +259,8 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Send: Verifier._send,
     Receive: Verifier._receive,
     AllReduce: Verifier._all_reduce,
+    TakeShared: Verifier._take_shared,
+    AddShared: Verifier._add_shared,
     SumSquares: Verifier._sum_squares,
     Update: Verifier._update,
     Release: Verifier._release,

@@ -4,7 +4,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Instruction, Program, Receive, Send, SumSquares, Update
+from jpipe.programs._instructions import AddShared, AllReduce, Instruction, Program, Receive, Send, SumSquares, TakeShared, Update
+
+
+_NEED_SUM = Update, SumSquares, TakeShared, AddShared
 
 
 class Violation(Exception):
@@ -27,8 +30,8 @@ class Violation(Exception):
 def walk(program: Program) -> Iterator[Instruction]:
     """All instructions in an executable order: each worker runs its own in order, and waits for other workers.
 
-    A transfer waits until both workers have come to it; its receive follows its send at once. An update, or the sum of squares
-    before it, waits until all replicas have begun to sum the gradients of its batch.
+    A transfer waits until both workers have come to it; its receive follows its send at once. An update, or what comes
+    between the sum of the gradients and it, waits until all replicas have begun to sum the gradients of its batch.
 
     Raises:
         Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the workers deadlock.
@@ -72,7 +75,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                     part.append(index)
                     if len(part) >= replicas:
                         ready.extend(plan.stage_workers[s])
-                elif (type(i) is Update or type(i) is SumSquares) and replicas > 1:
+                elif isinstance(i, _NEED_SUM) and replicas > 1:
                     part = parts.get((s, i.batch), [])
                     if 0 < len(part) < replicas:
                         break

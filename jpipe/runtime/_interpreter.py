@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jpipe.programs._instructions import (
+    AddShared,
     AllReduce,
     Backward,
     Data,
@@ -21,6 +22,7 @@ from jpipe.programs._instructions import (
     Release,
     Send,
     SumSquares,
+    TakeShared,
     Update,
     shifted,
 )
@@ -156,6 +158,7 @@ class _Worker:
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sets_aside, global_norm: as in `Program`, for its stage.
+        shared: as in `Program`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         functions, calls: of its stage, and the same compiled.
         transport: to and from other workers.
@@ -171,6 +174,7 @@ class _Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
+        self.shared = program.shared
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
         self.functions, self.calls, self.transport = stage.functions, stage.calls, transport
         self.held = _Held(**vars(state.taken()))
@@ -241,13 +245,37 @@ class _Worker:
         if self.functions.last and self.replica == 0:
             self.finish(update, total[2])
 
+    def complete(self, update: int) -> Tree:
+        """The accumulators of a whole batch, which stay where they are."""
+        buffers = self.held.buffers
+        if self.replicas > 1:
+            buffers["summed", update] = arrived(buffers["summed", update])
+            return buffers["summed", update][0]
+        return buffers["sums", update] if self.sets_aside else self.held.accumulators
+
+    def take_shared(self, i: TakeShared) -> None:
+        update = i.batch + self.version_shift
+        self.held.buffers["shared", update] = self.calls["take_shared"](self.complete(update))
+
+    def add_shared(self, i: AddShared) -> None:
+        """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
+        held, update = self.held, i.batch + self.version_shift
+        accumulators = self.complete(update)
+        stages = [s for s in self.shared[i.group] if s != self.stage]
+        for s in stages:
+            held.buffers[f"shared of stage {s}", update] = arrived(held.buffers[f"shared of stage {s}", update])
+        received = {s: held.buffers[f"shared of stage {s}", update] for s in stages}
+        added = self.calls[f"add_shared {i.group}"](accumulators, received)
+        if self.replicas > 1:
+            held.buffers["summed", update] = (added, *held.buffers["summed", update][1:])
+        elif self.sets_aside:
+            held.buffers["sums", update] = added
+        else:
+            held.accumulators = added
+
     def sum_squares(self, i: SumSquares) -> None:
         held, update = self.held, i.batch + self.version_shift
-        if self.replicas > 1:
-            held.buffers["summed", update] = arrived(held.buffers["summed", update])
-            accumulators = held.buffers["summed", update][0]
-        else:
-            accumulators = held.buffers["sums", update] if self.sets_aside else held.accumulators
+        accumulators = self.complete(update)
         later = arrived(held.buffers.pop(("squares", update), ()))
         held.squares = (self.calls["sum_squares"](accumulators), *later)
         if self.functions.first:
@@ -261,6 +289,8 @@ class _Worker:
                 tree = arrived(held.buffers["norm", k // self.plan.microbatches])
             case "squares":
                 tree, held.squares = held.squares, ()
+            case "shared":
+                tree = self.functions.shared_with(self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case message:
                 tree = held.buffers.pop(("output" if message == "activation" else "gradient", k))
         self.transport.send(i, k, tree)
@@ -271,6 +301,8 @@ class _Worker:
         match i.message:
             case "norm" | "squares":
                 held.buffers[i.message, k // self.plan.microbatches] = tree
+            case "shared":
+                held.buffers[f"shared of stage {self.plan.workers[i.source][0]}", k // self.plan.microbatches] = tree
             case message:
                 held.buffers["inputs" if message == "activation" else "message", k] = tree
 
@@ -298,7 +330,9 @@ class _Worker:
         return norm
 
     def gradients(self, update: int) -> Tree:
-        """The accumulators of a whole batch; the layer state becomes its mean if replicas average it with each update."""
+        """The accumulators of a whole batch, for its update; the layer state becomes its mean if replicas average it with each update."""
+        for kind in ("shared", *(f"shared of stage {s}" for s in range(self.plan.depth if self.shared else 0))):
+            self.held.buffers.pop((kind, update), None)
         if not self.sets_aside:
             return self.held.accumulators
         if self.replicas == 1:
@@ -334,6 +368,8 @@ _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
     ForwardBackward: _Worker.forward_backward,
     Send: _Worker.send,
     Receive: _Worker.receive,
+    TakeShared: _Worker.take_shared,
+    AddShared: _Worker.add_shared,
     SumSquares: _Worker.sum_squares,
     Update: _Worker.update,
     Release: _Worker.release,
