@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,18 @@ from jpipe.model._dependence import reached
 Tree = Any
 
 
+class Averaged(NamedTuple):
+    """The state of one layer where its weights are averaged.
+
+    Attributes:
+        optimizer: what the transformation keeps.
+        weights_ema: the average of the weights, in float32 for weights of lower precision.
+    """
+
+    optimizer: Tree
+    weights_ema: Tree
+
+
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
     """An optax transformation that is given one layer at a time, as `{layer id: params}`.
@@ -27,22 +39,42 @@ class LayerwiseOptimizer:
         blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
             itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
             masks and labels that were given as trees need.
+        ema_decay: keep an exponential moving average of the weights with this decay, beside the state of the transformation.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
+    ema_decay: float | None = None
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
         with _optax_promotion():
-            return self.transformation.init({**self.blank, layer_id: params})
+            state = self.transformation.init({**self.blank, layer_id: params})
+            return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        state, average = (state, None) if self.ema_decay is None else state
         with _optax_promotion():
             updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
             own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
-            return optax.apply_updates(params, own), state
+            params = optax.apply_updates(params, own)
+        return params, state if average is None else Averaged(state, self._moved(average, params))
+
+    def average(self, state: Tree, params: Tree) -> Tree:
+        """The average of the weights that the state of a layer holds, in the dtypes of `params`; needs `ema_decay`."""
+        return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), state.weights_ema, params)
+
+    def _moved(self, average: Tree, params: Tree) -> Tree:
+        """The average after an update to `params`."""
+        decay = self.ema_decay
+        assert decay is not None
+        return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
+
+
+def _precise_copy(leaf: jax.Array) -> jax.Array:
+    """In memory of its own, for the weights and their average are donated separately; at least in float32."""
+    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
 
 
 @contextmanager

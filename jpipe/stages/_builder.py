@@ -29,13 +29,20 @@ class StageBuilder:
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model; batches of other shapes may make other parameters.
         clip_global_norm: the norm to which gradients are clipped, if any.
+        ema_decay: the decay of the moving average of the weights, if there is one.
     """
 
     def __init__(
-        self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, clip_global_norm: float | None
+        self,
+        stack: LayerStack,
+        plan: Plan,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        clip_global_norm: float | None,
+        ema_decay: float | None,
     ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._clip_global_norm = clip_global_norm
+        self._clip_global_norm, self._ema_decay = clip_global_norm, ema_decay
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -61,6 +68,7 @@ class StageBuilder:
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
+        layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
         self._built = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
         return self._built[1]
 
