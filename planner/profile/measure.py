@@ -29,6 +29,7 @@ def measure(
     *,
     policies: Sequence[str] = POLICIES,
     device: jax.Device | None = None,
+    ema_decay: float | None = None,
     repetitions: int = 15,
     seconds: float = 20.0,
     progress: Progress | None = None,
@@ -49,12 +50,13 @@ def measure(
         device: by default the first of this process.
         repetitions: of each program, at most; at least 3.
         seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
+        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the parts of the work that are done, and their number.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes))
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), ema_decay)
     device = device or jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     alone = [(layer_id,) for layer_id in model.distinct]

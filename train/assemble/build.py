@@ -34,11 +34,13 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         stack, loss = model.layers(config.model), model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
+        check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
             batches = data.load(config)
         rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
-        pipe = jpipe.Pipeline(stack, plan, loss, rule, clip_global_norm=config.optimizer.clip_global_norm)
+        options = {"clip_global_norm": config.optimizer.clip_global_norm, "ema_decay": config.optimizer.ema_decay}
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
     return pipe, batches
 
 
@@ -132,6 +134,15 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         )
     if plan.microbatches > MOST_MICROBATCHES:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
+    """Refuse to accumulate the gradients of several batches where stages update several times per batch."""
+    if batches > 1 and plan.update_every != "batch":
+        raise jpipe.InputError(
+            f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
+            f"times per batch, found {batches}; leave it out, or use update_every: batch"
+        )
 
 
 def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:

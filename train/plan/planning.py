@@ -86,6 +86,7 @@ class Parts:
     rule: optax.GradientTransformation
     batch: Any
     clip: float | None
+    ema_decay: float | None
 
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
@@ -94,7 +95,8 @@ class Parts:
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        return cls(stack, loss, optimizer(config.optimizer, config.train.steps, params), batch, config.optimizer.clip_global_norm)
+        rule = optimizer(config.optimizer, config.train.steps, params)
+        return cls(stack, loss, rule, batch, config.optimizer.clip_global_norm, config.optimizer.ema_decay)
 
     def rows(self, count: int) -> Any:
         """What a batch of so many rows looks like."""
@@ -102,7 +104,7 @@ class Parts:
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """With a plan."""
-        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip)
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip, ema_decay=self.ema_decay)
 
 
 def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
@@ -133,10 +135,10 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(*model_parts, sizes, seconds=SECONDS, progress=progress)
+            return measure(*model_parts, sizes, seconds=SECONDS, ema_decay=parts.ema_decay, progress=progress)
     sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, progress=progress)
+        return analyze(*model_parts, sizes, topology.device, ema_decay=parts.ema_decay, progress=progress)
 
 
 def read_topology(file: str) -> Topology:
