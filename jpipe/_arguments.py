@@ -44,21 +44,21 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_clipping(clip_global_norm: Any, plan: Plan) -> None:
-    if not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf:
+def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, plan: Plan) -> None:
+    """Refuse options that need the global norm of the gradients, if they are wrong or the schedule has no norm in time."""
+    if clip_global_norm is not None and (
+        not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf
+    ):
         raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
-    if SCHEDULES[plan.schedule].flushes:
-        return
-    flushing = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
-    if "vertical_sync" in SCHEDULES[plan.schedule].options and not plan.vertical_sync:
-        why = "weight stashing cannot clip: its first stages know the norm only after its last ones had to update"
-    else:
-        why = f"clipping with the asynchronous schedule '{plan.schedule}' is not supported"
-    raise InputError(f"clip_global_norm: {why}; use a schedule that flushes ({flushing}), or leave it out")
+    if not isinstance(skip_nonfinite, bool):
+        raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
+    for option, used in (("clip_global_norm", clip_global_norm is not None), ("skip_nonfinite", skip_nonfinite)):
+        if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
+            raise InputError(f"{option}: {why}")
 
 
 def check_ema_decay(ema_decay: Any) -> None:
-    if not isinstance(ema_decay, (int, float, np.integer, np.floating)) or not 0 <= ema_decay < 1:
+    if ema_decay is not None and not (isinstance(ema_decay, (int, float, np.integer, np.floating)) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
 
 

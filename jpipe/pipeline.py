@@ -3,14 +3,22 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._arguments import as_key, check_clipping, check_ema_decay, check_observer, check_weights, checked_metrics, given_params
+from jpipe._arguments import (
+    as_key,
+    check_ema_decay,
+    check_norm_options,
+    check_observer,
+    check_weights,
+    checked_metrics,
+    given_params,
+)
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
 from jpipe.model._stack import LayerStack
@@ -51,13 +59,16 @@ class Pipeline:
         devices: where the workers run, one for each, stage by stage; by default the plan's placement among the devices of all
             processes, several neighbouring workers to a device where there are too few.
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
-            the same whatever the cut. For the schedules that flush.
+            the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
+            each update is made when it arrives.
+        skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
+            `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
             At least 0 and below 1.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip; a decay that is none.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay that is none.
 
     Example:
         >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
@@ -79,6 +90,7 @@ class Pipeline:
         devices: Sequence[jax.Device] | None = None,
         *,
         clip_global_norm: float | None = None,
+        skip_nonfinite: bool = False,
         ema_decay: float | None = None,
     ) -> None:
         if not isinstance(stack, LayerStack):
@@ -88,16 +100,15 @@ class Pipeline:
         if not callable(loss):
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
-        if clip_global_norm is not None:
-            check_clipping(clip_global_norm, plan)
-        if ema_decay is not None:
-            check_ema_decay(ema_decay)
+        check_norm_options(clip_global_norm, skip_nonfinite, plan)
+        check_ema_decay(ema_decay)
         self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
-        self.clip_global_norm = clip_global_norm
+        self.clip_global_norm, self.skip_nonfinite = clip_global_norm, skip_nonfinite
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self._given_devices = None if devices is None else checked_devices(devices)
-        self._builder = StageBuilder(stack, plan, loss, optimizer, clip_global_norm, self.ema_decay)
-        self._steps = Steps(plan, clip_global_norm is not None)
+        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": skip_nonfinite}
+        self._builder = StageBuilder(stack, plan, loss, optimizer, self.ema_decay, **options)
+        self._steps = Steps(plan, self.uses_global_norm)
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -112,9 +123,15 @@ class Pipeline:
 
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe(self._executor.spec)}"
-        options = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
-        given = "".join(f", {name}={value:g}" for name, value in options.items() if value is not None)
-        return f"{given}, {where}"
+        numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
+        given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
+        skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
+        return f"{given}{skip}, {where}"
+
+    @property
+    def uses_global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages: with `clip_global_norm` or `skip_nonfinite`."""
+        return self.clip_global_norm is not None or self.skip_nonfinite
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -234,7 +251,14 @@ class Pipeline:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(executor.spec)}; found {describe(spec)}")
         return executor.step(state, batch, observe)
 
-    def drain(self, state: State, *, observe: Observer | None = None) -> State:
+    @overload
+    def drain(self, state: State, *, observe: Observer | None = ...) -> State: ...
+    @overload
+    def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: Literal[True]) -> tuple[State, Metrics]: ...
+    @overload
+    def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: bool = ...) -> State | tuple[State, Metrics]: ...
+
+    def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
         """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
 
         Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
@@ -243,16 +267,19 @@ class Pipeline:
         Args:
             state: consumed if anything is in flight; use the returned one from here on.
             observe: as in `step`.
+            with_metrics: also return what only now is known of batches: the last norms, where updates wait for them.
 
         Returns:
-            The state with nothing in flight.
+            The state with nothing in flight, or (state, metrics).
 
         Raises:
             InputError: a state that was used already.
         """
         check_observer(observe)
         executor = self._running(state)
-        return executor.average(executor.drain(state, observe))
+        state, metrics = executor.drain(state, observe)
+        state = executor.average(state)
+        return (state, metrics) if with_metrics else state
 
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.

@@ -50,8 +50,8 @@ class ForwardBackward:
 class Send:
     """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
 
-    Where gradients are clipped: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both are
-    those of the batch that ends with the microbatch.
+    With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
+    batch that ends with the microbatch, and the worker keeps the norm.
     """
 
     worker: int
@@ -141,7 +141,9 @@ class Program:
         begin: the first batch whose data this program loads.
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
-        clips: whether updates wait for the norm of all stages' gradients.
+        global_norm: whether updates use the norm of the gradients of all stages.
+        sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
+            batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; one worker's
             program is what is left when the others' are taken out.
@@ -152,7 +154,8 @@ class Program:
     begin: int
     end: int
     drained: bool
-    clips: bool
+    global_norm: bool
+    sets_aside: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
     instructions: tuple[Instruction, ...]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
+from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,
@@ -15,18 +16,15 @@ from jpipe.programs._instructions import (
     ForwardBackward,
     Instruction,
     Load,
-    Message,
     Program,
-    Receive,
     Release,
-    Send,
     SumSquares,
     Update,
 )
 from jpipe.schedules import SCHEDULES, Compute
 
 
-def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bool = True, clips: bool = False) -> Program:
+def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bool = True, global_norm: bool = False) -> Program:
     """Write the programs of all workers for the batches `begin` .. `batches` - 1.
 
     Computations stand in the order of their simulated start (a forward takes 1, a backward 2, one more where it
@@ -38,13 +36,13 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
-        clips: whether updates wait for the norm of all stages' gradients; only for schedules that flush.
+        global_norm: whether updates use the norm of the gradients of all stages.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, or clipping with a schedule that does not flush.
+        InputError: batches out of order, or the global norm with a schedule that cannot use it.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
@@ -52,14 +50,14 @@ def lower(plan: Plan, batches: int, *, begin: int = 0, start: int = 0, drain: bo
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if clips and not SCHEDULES[plan.schedule].flushes:
-        raise InputError(f"lower: clips is for schedules that flush, found '{plan.schedule}'")
-    run = _Run(plan, start, batches, drain, clips)
+    if global_norm and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: global_norm: {why}")
+    run = _Run(plan, start, batches, drain, global_norm)
     instructions = run.listing.in_order()
     if begin > start:
-        before = set(_Run(plan, start, begin, False, clips).listing.in_order())
+        before = set(_Run(plan, start, begin, False, global_norm).listing.in_order())
         instructions = [instruction for instruction in instructions if instruction not in before]
-    return Program(plan, start, begin, batches, drain, clips, run.versions(), tuple(instructions))
+    return Program(plan, start, begin, batches, drain, global_norm, run.sets_aside(), run.versions(), tuple(instructions))
 
 
 def batches_until_full(plan: Plan) -> int:
@@ -80,25 +78,30 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
                 instructions += _loads(plan, s, k)
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
-                    instructions += _transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
-    return Program(plan, 0, 0, 1, True, False, (), tuple(instructions))
+                    instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
+    return Program(plan, 0, 0, 1, True, False, (False,) * plan.depth, (), tuple(instructions))
 
 
 class _Run:
     """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
-    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, clips: bool) -> None:
-        self.plan, self.start, self.clips = plan, start, clips
+    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool) -> None:
+        self.plan, self.start, self.global_norm = plan, start, global_norm
         self.schedule = SCHEDULES[plan.schedule]
         self.backward_ticks = [2 if stage.recompute == "none" else 3 for stage in plan.stages]
         self.workers = [_Worker(plan, w, start) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
-        self.updates = _PendingUpdates(plan, self.available, self.listing)
+        self.route = route_of(plan) if global_norm and not self.schedule.flushes else None
+        self.updates = _PendingUpdates(plan, self.available, self.listing, self.route)
         if self.schedule.flushes:
             for batch in range(start, batches):
                 self._empty_to_empty(batch, batch + 1, drain=True)
         else:
             self._empty_to_empty(start, batches, drain)
+
+    def sets_aside(self) -> tuple[bool, ...]:
+        """As in `Program`: where updates wait for a sum over replicas or, without a flush, for the norm."""
+        return tuple(replicas > 1 or self.route is not None for replicas in self.plan.replicas)
 
     def versions(self) -> tuple[tuple[int, int], ...]:
         """For each worker the oldest version that a microbatch will still read, and the newest one."""
@@ -142,8 +145,7 @@ class _Run:
             self.listing.write(begins, Backward(w, k, version))
             self._after_backward(worker, k, version)
             return True
-        if worker.pending and version > worker.pending[0].batch:
-            self.updates.make(worker, begins)
+        self._update_before(worker, k, version, begins)
         if op == "FB":
             worker.clock = begins + 1 + self.backward_ticks[s]
             self.listing.write(begins, *_loads(plan, s, k), ForwardBackward(w, k, version))
@@ -152,17 +154,40 @@ class _Run:
         worker.clock = begins + 1
         self.listing.write(begins, *_loads(plan, s, k), Forward(w, k, version))
         if s < plan.depth - 1:
-            self.listing.write(worker.clock, *_transfer(w, plan.worker(s + 1, k), k, "activation"))
+            self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
+            if (batch := self._norm_with(s + 1, k)) is not None:
+                self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
         self.available.announce("output", s, k, worker.clock)
         return True
+
+    def _norm_with(self, s: int, k: int) -> int | None:
+        """The batch since the start whose norm arrives at stage s with microbatch k, if any."""
+        batch = None if self.route is None else self.route.norm_with(s, k)
+        return batch if batch is not None and batch >= self.start else None
+
+    def _update_before(self, worker: "_Worker", k: int, version: int, begins: int) -> None:
+        """Make the pending update that is due before the forward of microbatch k."""
+        if self.route is None:
+            if worker.pending and version > worker.pending[0].batch:
+                self.updates.make(worker, begins)
+        elif (batch := self._norm_with(worker.stage, k)) is not None:
+            root = self.route.root(batch)
+            if worker.stage == 0 and worker.number != root:
+                self.listing.write(begins, *transfer(root, worker.number, last_microbatch(self.plan, batch), "norm"))
+            assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
+            self.updates.make(worker, begins)
 
     def _inputs_ready(self, worker: "_Worker", entry: Compute, version: int) -> int | None:
         """When the message that a computation needs, and the sum from which its weights are made, are available."""
         plan, (op, s, k) = self.plan, entry
         if op == "B":
             return self.available.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
-        ready = self.available.time("output", s - 1, k, worker) if s > 0 else 0
-        if ready is None or plan.replicas[s] == 1 or version <= self.start * plan.updates_per_batch(s):
+        if s > 0:
+            ready = self.available.time("output", s - 1, k, worker)
+        else:
+            batch = self._norm_with(0, k)
+            ready = 0 if batch is None else self.available.time("norm", 0, batch, worker)
+        if ready is None or self.route is not None or plan.replicas[s] == 1 or version <= self.start * plan.updates_per_batch(s):
             return ready
         summed = self.available.time("sum", s, version - 1, worker)
         return None if summed is None else max(ready, summed)
@@ -171,15 +196,17 @@ class _Run:
         plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
         worker.backwards += 1
         if s > 0:
-            self.listing.write(ends, *_transfer(w, plan.worker(s - 1, k), k, "gradient"))
+            self.listing.write(ends, *transfer(w, plan.worker(s - 1, k), k, "gradient"))
         self.available.announce("gradient", s, k, ends)
         replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
         batch = k // every if (k // replicas + 1) % (every // replicas) == 0 else None  # that it ends
-        if replicas > 1 or self.clips:
+        if replicas > 1 or self.global_norm:
             self.updates.add(worker, batch, dead)
+            if self.route is not None and (ended := self.route.squares_with(k)) is not None and ended >= self.start:
+                worker.squares_due.append(ended)
         elif batch is not None:
             self.listing.write(ends, Update(w, batch, dead))
             worker.updates += 1
@@ -189,12 +216,26 @@ class _Run:
     def _drain(self, end: int) -> None:
         """Where the pipeline is empty: the norm of the last batch, and all pending updates."""
         time = max(worker.clock for worker in self.workers)
-        if self.clips:
-            self.listing.write(time, *_norm(self.plan, end - 1))
-        for worker in self.workers:
-            if worker.pending:
+        if self.route is None and self.global_norm:
+            self.listing.write(time, *norm_alone(self.plan, end - 1))
+        while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
+            batch = min(pending)
+            late = [worker for worker in self.workers if worker.pending and worker.pending[0].batch == batch]
+            if self.route is not None:
+                self._finish_norm(batch, {worker.number for worker in late}, time)
+            for worker in late:
                 self.updates.make(worker, time)
+        for worker in self.workers:
             worker.clock = time
+
+    def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
+        """Bring the norm of a batch to the workers that lack it, in messages of their own."""
+        assert self.route is not None
+        if self.available.known("norm", 0, batch):
+            holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
+            self.listing.write(time, *distribute(self.plan, batch, holders))
+        else:
+            self.listing.write(time, *norm_alone(self.plan, batch))
 
 
 class _Pending(NamedTuple):
@@ -215,6 +256,7 @@ class _Worker:
         backwards: their number since the first batch of the run.
         updates: likewise.
         pending: its updates that wait for a sum or a norm, in order.
+        squares_due: the batches whose squares it is to sum next.
     """
 
     def __init__(self, plan: Plan, number: int, start: int) -> None:
@@ -224,16 +266,18 @@ class _Worker:
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
         self.pending: list[_Pending] = []
+        self.squares_due: list[int] = []
 
 
 class _PendingUpdates:
-    """Updates that wait for the sum over all replicas, or for the norm of all gradients: at most two per worker.
+    """Updates that wait for the sum over all replicas, or for the norm of all gradients.
 
-    Once there is a second one, the first is made before anything else, so that a worker never holds the gradients of three batches.
+    Without a norm at most two per worker: once there is a second one, the first is made before anything else, so that a worker never
+    holds the gradients of three batches. With a norm, each is made when its norm arrives.
     """
 
-    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing") -> None:
-        self.plan, self.available, self.listing = plan, available, listing
+    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing", route: Route | None) -> None:
+        self.plan, self.available, self.listing, self.route = plan, available, listing, route
         self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
 
     def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
@@ -247,26 +291,46 @@ class _PendingUpdates:
         pending = worker.pending
         if batch is not None:
             pending.append(_Pending(batch, None))
-        if dead is not None and pending and pending[0].retires is None and (len(pending) == 2 or pending[0].batch == dead):
+        is_due = len(pending) == 2 and self.route is None
+        if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
             pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
             self.listing.write(worker.clock, Release(worker.number, dead))
-        if batch is not None and len(pending) == 1:
-            self._begin_sum(worker)
+        if batch is not None and (len(pending) == 1 or self.route is not None):
+            self._begin_sum(worker, batch)
 
     def settle(self, worker: _Worker) -> bool:
-        """Make the first of two pending updates.
+        """Do what comes before the next computation: make the first of two pending updates, or sum the squares that are due.
 
         Returns:
-            Whether the worker can go on; False if that update waits for its sum.
+            Whether the worker can go on; False if something that this needs is not available yet.
         """
+        if self.route is not None:
+            return self._sum_squares(worker, self.route)
         if len(worker.pending) == 2:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
             if summed is None:
                 return False
             worker.clock = max(worker.clock, summed)
             self.make(worker, worker.clock)
-            self._begin_sum(worker)
+            self._begin_sum(worker, worker.pending[0].batch)
+        return True
+
+    def _sum_squares(self, worker: _Worker, route: Route) -> bool:
+        s, w, plan = worker.stage, worker.number, self.plan
+        while worker.squares_due:
+            batch = worker.squares_due[0]
+            summed = self.available.time("sum", s, batch, worker)
+            later = self.available.time("squares", s + 1, batch, worker) if s + 1 < plan.depth else 0
+            if summed is None or later is None:
+                return False
+            worker.clock = max(worker.clock, summed, later)
+            self.listing.write(worker.clock, SumSquares(w, batch))
+            k = last_microbatch(plan, batch)
+            if s > 0:
+                self.listing.write(worker.clock, *transfer(w, plan.worker(s - 1, k + route.delay), k, "squares"))
+            self.available.announce("squares" if s > 0 else "norm", s, batch, worker.clock)
+            worker.squares_due.pop(0)
         return True
 
     def make(self, worker: _Worker, time: int) -> None:
@@ -275,9 +339,9 @@ class _PendingUpdates:
         self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
         worker.updates += 1
 
-    def _begin_sum(self, worker: _Worker) -> None:
-        """Note that a replica has all gradients of its first pending update; with the last replica the sum begins."""
-        s, batch = worker.stage, worker.pending[0].batch
+    def _begin_sum(self, worker: _Worker, batch: int) -> None:
+        """Note that a replica has all gradients of a batch; with the last replica the sum begins."""
+        s = worker.stage
         arrived = self.arrived.setdefault((s, batch), [])
         arrived.append(worker.clock)
         if len(arrived) == self.plan.replicas[s]:
@@ -288,7 +352,7 @@ class _PendingUpdates:
 
 
 class _Availability:
-    """When outputs, input gradients and sums are available, and which workers wait for them.
+    """When outputs, input gradients, sums, sums of squares and norms are available, and which workers wait for them.
 
     Attributes:
         woken: the workers that can go on.
@@ -303,6 +367,10 @@ class _Availability:
         """Note since when something is available, and wake the workers that wait for it."""
         self._times[what, s, number] = time
         self.woken.extend(self._waiting.pop((what, s, number), ()))
+
+    def known(self, what: str, s: int, number: int) -> bool:
+        """Whether something is available."""
+        return (what, s, number) in self._times
 
     def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
         """Since when something is available. None if it is not yet; then the worker is woken when it is."""
@@ -334,21 +402,6 @@ class _Listing:
 _COMPUTES = {Load, Forward, Backward, ForwardBackward}
 
 
-def _norm(plan: Plan, batch: int) -> list[Instruction]:
-    """The sums of squares from the last stage to stage 0, and the norm back to all workers."""
-    k, first, written = (batch + 1) * plan.microbatches - 1, [workers[0] for workers in plan.stage_workers], list[Instruction]()
-    for s in reversed(range(plan.depth)):
-        written.append(SumSquares(first[s], batch))
-        if s > 0:
-            written += _transfer(first[s], first[s - 1], k, "squares")
-    for s, workers in enumerate(plan.stage_workers):
-        if s > 0:
-            written += _transfer(first[s - 1], first[s], k, "norm")
-        for worker in workers[1:]:
-            written += _transfer(first[s], worker, k, "norm")
-    return written
-
-
 def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:
     loads: list[Instruction] = []
     if s == 0:
@@ -356,7 +409,3 @@ def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:
     if s == plan.depth - 1:
         loads.append(Load(plan.worker(s, k), k, "labels"))
     return loads
-
-
-def _transfer(source: int, to: int, k: int, message: Message) -> list[Instruction]:
-    return [Send(source, k, message, to), Receive(to, k, message, source)]

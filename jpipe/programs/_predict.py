@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe.programs._costs import Network, StageCost
+from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,
@@ -70,7 +71,7 @@ class Predictor:
     """
 
     def __init__(self, program: Program, costs: Sequence[StageCost], network: Network) -> None:
-        self._plan, self._clips = program.plan, program.clips
+        self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
         self._parts: dict[tuple[int, int], list[float]] = {}  # of each sum, by stage and batch: when each replica began it
@@ -130,12 +131,15 @@ class Predictor:
         self._accumulate(worker, i.microbatch)
 
     def _accumulate(self, worker: "_Worker", k: int) -> None:
-        """Add the gradients of a microbatch to those of its batch; replicas set these aside at its end."""
+        """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
         if worker.stage > 0:
             worker.ready["gradient", k] = worker.clock
         worker.memory.accumulate()
         replicas = self._plan.replicas[worker.stage]
-        if replicas > 1 and (k // replicas + 1) % (self._plan.microbatches_per_update(worker.stage) // replicas) == 0:
+        if (
+            self._program.sets_aside[worker.stage]
+            and (k // replicas + 1) % (self._plan.microbatches_per_update(worker.stage) // replicas) == 0
+        ):
             worker.memory.accumulates = False
 
     def _send(self, worker: "_Worker", i: Send) -> None:
@@ -150,7 +154,7 @@ class Predictor:
             size, arrives = 0, 0
         peer.memory.add(arrives)
         worker.moved += size
-        ready = worker.ready[key] if i.message == "norm" else worker.ready.pop(key)  # the update takes the norm
+        ready = worker.ready[key] if i.message == "norm" else worker.ready.pop(key)  # the worker keeps the norm
         peer.ready[key] = self._traffic.send(i.worker, i.to, ready, size)
 
     def _all_reduce(self, worker: "_Worker", i: AllReduce) -> None:
@@ -167,7 +171,7 @@ class Predictor:
                 self._workers[w].ready["sum", i.batch] = summed
 
     def _sum_squares(self, worker: "_Worker", i: SumSquares) -> None:
-        k = (i.batch + 1) * self._plan.microbatches - 1
+        k = last_microbatch(self._plan, i.batch)
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
         worker.wait(worker.ready.pop(("squares", k), 0.0))
         worker.ready["squares" if worker.stage > 0 else "norm", k] = worker.clock
@@ -175,11 +179,13 @@ class Predictor:
     def _update(self, worker: "_Worker", i: Update) -> None:
         cost, memory = worker.cost, worker.memory
         worker.wait(worker.ready.pop(("sum", i.batch), 0.0))
-        if self._plan.replicas[worker.stage] > 1:
-            memory.add(-(cost.state if self._averages_state else 0) - (cost.accumulators if memory.accumulates else 0))
+        if self._averages_state and self._plan.replicas[worker.stage] > 1:
+            memory.add(-cost.state)
+        if memory.accumulates and self._program.sets_aside[worker.stage]:
+            memory.add(-cost.accumulators)
         memory.accumulates = True
-        if self._clips:
-            worker.wait(worker.ready.pop(("norm", (i.batch + 1) * self._plan.microbatches - 1)))
+        if self._program.global_norm:
+            worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
         worker.clock += cost.update
         worker.busy += cost.update

@@ -13,11 +13,11 @@ class Steps:
 
     Args:
         plan: what runs.
-        clips: whether updates wait for the norm of all gradients.
+        global_norm: whether updates use the norm of the gradients of all stages.
     """
 
-    def __init__(self, plan: Plan, clips: bool) -> None:
-        self._plan, self._clips = plan, clips
+    def __init__(self, plan: Plan, global_norm: bool) -> None:
+        self._plan, self._global_norm = plan, global_norm
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     @cached_property
@@ -62,4 +62,4 @@ class Steps:
         return min(since, self._full), min(batch, 2 * self._full)
 
     def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
-        return lower(self._plan, stop, begin=begin, start=start, drain=drain, clips=self._clips)
+        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jpipe.plan import Plan
+from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,
@@ -48,6 +49,8 @@ class Verifier:
         self._versions = versions_before(self._plan, number, program.start)
         self._buffers: set[tuple[str, int]] = set()  # (kind, microbatch or batch)
         self._accumulated = 0  # backwards of the batch that is being accumulated
+        self._sets_aside = program.sets_aside[self._stage]
+        self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
 
     def check(self, i: Instruction) -> None:
         """Check the worker's next instruction.
@@ -94,35 +97,45 @@ class Verifier:
         self._accumulate(i)
 
     def _send(self, i: Send) -> None:
-        self._take(_SENT[i.message], i.microbatch)
         if i.message == "norm":
-            self._put("norm", i.microbatch)  # for other sends and the update
+            self._need_norm(i.microbatch)
+        else:
+            self._take(_SENT[i.message], i.microbatch)
 
     def _receive(self, i: Receive) -> None:
-        self._put(_RECEIVED[i.message], i.microbatch)
+        if i.message == "norm":
+            self._norms.add(i.microbatch)
+        else:
+            self._put(_RECEIVED[i.message], i.microbatch)
 
     def _all_reduce(self, i: AllReduce) -> None:
         self._take("sums", i.batch)
         self._put("summed", i.batch)
 
     def _sum_squares(self, i: SumSquares) -> None:
-        self._take_sum(i.batch)
-        if self._replicas > 1:
-            self._put("summed", i.batch)  # for the update
-        k = self._last_microbatch(i.batch)
+        if self._sets_aside:
+            self._put(self._aside_as, self._take(self._aside_as, i.batch))  # for the update
+        else:
+            self._take_sum(i.batch)
+        k = last_microbatch(self._plan, i.batch)
         if not self._last:
             self._take("later squares", k)
-        self._put("norm" if self._first else "squares", k)
+        if self._first:
+            self._norms.add(k)
+        else:
+            self._put("squares", k)
 
     def _update(self, i: Update) -> None:
         latest = max(self._versions, default=None)
         if i.batch != latest:
             self._fail(f"{i} at version {latest}, expected version {i.batch}")
         self._take_sum(i.batch)
-        if self._replicas == 1:
+        if not self._sets_aside:
             self._accumulated = 0
-        if self._program.clips:
-            self._take("norm", self._last_microbatch(i.batch))
+        if self._program.global_norm:
+            k = last_microbatch(self._plan, i.batch)
+            self._need_norm(k)
+            self._norms = {known for known in self._norms if known >= k}
         if i.retires is not None:
             self._free(i.retires, i)
         self._versions.add(i.batch + 1)
@@ -146,12 +159,12 @@ class Verifier:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
 
     def _accumulate(self, i: Backward | ForwardBackward) -> None:
-        """Count the gradients of a microbatch; replicas set those of a whole batch aside until they sum them."""
+        """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
         if not self._first:
             self._put("gradient", i.microbatch)
         self._accumulated += 1
         expected = self._every // self._replicas
-        if self._replicas > 1 and (i.microbatch // self._replicas + 1) % expected == 0:
+        if self._sets_aside and (i.microbatch // self._replicas + 1) % expected == 0:
             if self._accumulated != expected:
                 self._fail(f"{i} ends a batch after {self._accumulated} backwards, expected {expected}")
             self._accumulated = 0
@@ -164,18 +177,25 @@ class Verifier:
 
     def _take_sum(self, batch: int) -> None:
         """Take the gradients of a whole batch, summed over all replicas."""
-        if self._replicas > 1:
-            self._take("summed", batch)
+        if self._sets_aside:
+            self._take(self._aside_as, batch)
         elif self._accumulated != self._every:
             self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
 
-    def _last_microbatch(self, batch: int) -> int:
-        return (batch + 1) * self._plan.microbatches - 1
+    @property
+    def _aside_as(self) -> str:
+        """The kind of buffer in which the gradients of a whole batch wait for its update."""
+        return "summed" if self._replicas > 1 else "sums"
 
-    def _take(self, kind: str, k: int) -> None:
+    def _need_norm(self, k: int) -> None:
+        if k not in self._norms:
+            self._fail(f"norm of microbatch {k} used before it was there")
+
+    def _take(self, kind: str, k: int) -> int:
         if (kind, k) not in self._buffers:
             self._fail(f"{kind} of microbatch {k} used before it was there, or twice")
         self._buffers.remove((kind, k))
+        return k
 
     def _put(self, kind: str, k: int) -> None:
         if (kind, k) in self._buffers:
@@ -191,8 +211,8 @@ class Verifier:
         raise Violation.at(self._plan, self._number, what)
 
 
-_SENT = {"activation": "output", "gradient": "gradient", "squares": "squares", "norm": "norm"}
-_RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later squares", "norm": "norm"}
+_SENT = {"activation": "output", "gradient": "gradient", "squares": "squares"}
+_RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later squares"}
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,

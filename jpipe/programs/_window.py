@@ -67,7 +67,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
 
 
 def predict_window(
-    plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, clips: bool = False, link: Link | Network | None = None
+    plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, global_norm: bool = False, link: Link | Network | None = None
 ) -> Window:
     """The window that `extract_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
 
@@ -76,11 +76,11 @@ def predict_window(
         costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
         first: the batch whose entry is the beginning, counted as in the run.
         batches: how many batches later the window ends.
-        clips: whether the pipeline clips by the global norm.
+        global_norm: whether updates use the norm of the gradients of all stages.
         link: between the workers, as in `simulate`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
-    program = lower(plan, first + batches + 1, begin=start, start=start, clips=clips)
+    program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm)
     prediction = simulate(program, costs, link)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 

@@ -62,7 +62,7 @@ class Executor:
         self.stages = compile_workers(own, steps.verified_runs)
         self._transport = Transport(devices, plan.stage_workers, processes)
         self._transport.compile(_sends(plan, functions, steps.verified_runs), _replica_sums(plan, functions))
-        self._exchange = MetricsExchange(plan, devices, processes, functions[0].clip_global_norm is not None)
+        self._exchange = MetricsExchange(plan, devices, processes, functions[0].global_norm)
         self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of metrics
         self.fingerprint = fingerprint(plan, devices, spec, functions)
 
@@ -84,12 +84,21 @@ class Executor:
         start = state.batch + 1 if SCHEDULES[self._plan.schedule].flushes else state.start
         return self.state(workers, state.batch + 1, start), self._exchange.metrics(program, shift, found)
 
-    def drain(self, state: State, observe: Observer | None = None) -> State:
-        """The state with nothing in flight; each replica keeps its own layer state."""
+    def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
+        """The state with nothing in flight, and what only now is known of batches; each replica keeps its own layer state."""
+        if state.start == state.batch:
+            return state, Metrics({}, {}, {}, {})
+        program, shift = self._steps.program(state.batch - state.start, state.batch, True)
+        workers, found = self._run(program, shift, state.workers, None, observe)
+        return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
+
+    def drained_copy(self, state: State) -> State:
+        """A copy of the state with nothing in flight."""
+        state = copy(state)
         if state.start == state.batch:
             return state
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, _ = self._run(program, shift, state.workers, None, observe)
+        workers, _ = self._run(program, shift, state.workers, None, None)
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
@@ -115,12 +124,12 @@ class Executor:
         The moving average is held of the newest version of each stage only: with updates in flight there is no common one.
         """
         if weights == "ema":
-            return state if state.start == state.batch else self.drain(copy(state)), state.batch
+            return state if state.start == state.batch else self.drained_copy(state), state.batch
         # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
         since = 0 if state.start == state.batch else state.batch
         version = self._steps.common_version(since, state.batch)
         if version is None:
-            return self.drain(copy(state)), state.batch
+            return self.drained_copy(state), state.batch
         return state, version
 
     def evaluate(self, state: State, batch: Batch, count: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
@@ -189,8 +198,8 @@ def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Progr
     specs: dict[tuple[int, str], Tree] = {}
     for s, f in enumerate(functions):
         specs[s, "gradient"] = floats_of(f.specs.x), number
-        specs[s, "norm"] = number
-        specs[s, "squares"] = tuple(jax.ShapeDtypeStruct((len(stage.layers),), number.dtype) for stage in plan.stages[s:])
+        specs[s, "norm"] = f.norm_spec
+        specs[s, "squares"] = tuple(f.squares_spec(len(stage.layers)) for stage in plan.stages[s:])
         if not f.last:
             specs[s, "activation"] = functions[s + 1].specs.x
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AllReduce,
     Backward,
@@ -56,12 +55,12 @@ class Found(NamedTuple):
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
-        norms: for each finished batch, the global norm, where gradients are clipped.
+        norms: for each update that used it, the `GlobalNorm` of the gradients.
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric.
     """
 
     losses: dict[int, list[Tree]]
-    norms: dict[int, jax.Array]
+    norms: dict[int, Tree]
     evaluations: dict[int, list[tuple[jax.Array, jax.Array]]]
 
 
@@ -89,7 +88,7 @@ def run(
         The new states, and what was found.
     """
     plan, found = program.plan, Found({}, {}, {})
-    workers = {w: _Worker(plan, w, shift, stages[w], state, transport, found) for w, state in states.items()}
+    workers = {w: _Worker(program, w, shift, stages[w], state, transport, found) for w, state in states.items()}
     for instruction in program.instructions:
         worker = workers.get(instruction.worker)
         if worker is None:
@@ -129,11 +128,10 @@ def read_data(program: Program, workers: Container[int], batches: dict[str, Tree
 
 @dataclass
 class _Held:
-    """What a worker holds while a program runs: its state, unpacked, and what clipping needs until the update.
+    """What a worker holds while a program runs: its state, unpacked, and the sums of squares until they are sent.
 
     Attributes:
         squares: sums of the squared gradients of this stage and those after it.
-        norm: of the gradients of all stages.
     """
 
     versions: dict[int, Tree]
@@ -142,8 +140,7 @@ class _Held:
     accumulators: Tree
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
-    squares: tuple[jax.Array, ...] = ()
-    norm: jax.Array | None = None
+    squares: tuple[Tree, ...] = ()
 
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key)
@@ -158,6 +155,7 @@ class _Worker:
 
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
+        sets_aside, global_norm: as in `Program`, for its stage.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         functions, calls: of its stage, and the same compiled.
         transport: to and from other workers.
@@ -167,10 +165,12 @@ class _Worker:
     """
 
     def __init__(
-        self, plan: Plan, worker: int, shift: int, stage: CompiledStage, state: WorkerState, transport: Transport, found: Found
+        self, program: Program, worker: int, shift: int, stage: CompiledStage, state: WorkerState, transport: Transport, found: Found
     ) -> None:
-        self.plan, (self.stage, self.replica) = plan, plan.workers[worker]
+        self.plan = plan = program.plan
+        self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
+        self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
         self.functions, self.calls, self.transport = stage.functions, stage.calls, transport
         self.held = _Held(**vars(state.taken()))
@@ -219,12 +219,14 @@ class _Worker:
         return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for other replicas."""
+        """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for their update."""
         if not self.functions.first:
             self.held.buffers["gradient", k] = gradient
-        if self.replicas > 1:
+        if self.sets_aside:
             every = self.plan.microbatches_per_update(self.stage)
             if (k + self.replicas) // every > k // every:
+                if self.functions.last and self.replicas == 1:
+                    self.finish(k // every, self.calls["mean_loss"](self.held.accumulators))
                 self.held.buffers["sums", k // every], self.held.accumulators = self.held.accumulators, None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
@@ -240,21 +242,23 @@ class _Worker:
             self.finish(update, total[2])
 
     def sum_squares(self, i: SumSquares) -> None:
-        held, update, accumulators = self.held, i.batch + self.version_shift, self.held.accumulators
+        held, update = self.held, i.batch + self.version_shift
         if self.replicas > 1:
             held.buffers["summed", update] = arrived(held.buffers["summed", update])
             accumulators = held.buffers["summed", update][0]
+        else:
+            accumulators = held.buffers["sums", update] if self.sets_aside else held.accumulators
         later = arrived(held.buffers.pop(("squares", update), ()))
         held.squares = (self.calls["sum_squares"](accumulators), *later)
         if self.functions.first:
-            held.norm = self.calls["norm"](held.squares)
+            held.buffers["norm", update] = self.calls["norm"](held.squares)
 
     def send(self, i: Send) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
         tree: Tree
         match i.message:
             case "norm":
-                tree = held.norm
+                tree = arrived(held.buffers["norm", k // self.plan.microbatches])
             case "squares":
                 tree, held.squares = held.squares, ()
             case message:
@@ -265,30 +269,40 @@ class _Worker:
         held, k = self.held, i.microbatch + self.microbatch_shift
         tree = self.transport.receive(i, k)
         match i.message:
-            case "norm":
-                held.norm = arrived(tree)
-            case "squares":
-                held.buffers["squares", k // self.plan.microbatches] = tree
+            case "norm" | "squares":
+                held.buffers[i.message, k // self.plan.microbatches] = tree
             case message:
                 held.buffers["inputs" if message == "activation" else "message", k] = tree
 
     def update(self, i: Update) -> None:
         held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
-        accumulators = self.summed(update) if self.replicas > 1 else held.accumulators
+        accumulators, norm = self.gradients(update), self.norm(update)
         params = held.versions[update]
         retired = () if i.retires is None else (held.versions.pop(i.retires + self.version_shift),)
         memory = retired if kind == "into_retired" else ()
-        arguments = *memory, params, held.optimizer, accumulators, held.norm
+        arguments = *memory, params, held.optimizer, accumulators, norm
         (held.versions[update + 1], held.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
-        if held.accumulators is None or self.replicas == 1:
+        if held.accumulators is None or not self.sets_aside:
             held.accumulators = zeros
-        if self.functions.last and self.replicas == 1:
+        if self.functions.last and not self.sets_aside:
             self.finish(update, found)
-        if self.functions.last and self.replica == 0 and held.norm is not None:
-            self.found.norms[update] = held.norm
+        if self.functions.last and self.replica == 0 and self.global_norm:
+            self.found.norms[update] = norm
 
-    def summed(self, update: int) -> Tree:
-        """The accumulators summed over all replicas; the layer state becomes its mean if replicas average it with each update."""
+    def norm(self, update: int) -> Tree:
+        """The norm of the gradients of all stages, if updates use it; the worker keeps it, for it may have to send it on."""
+        if not self.global_norm:
+            return None
+        self.held.buffers.pop(("norm", update - 1), None)
+        norm = self.held.buffers["norm", update] = arrived(self.held.buffers["norm", update])
+        return norm
+
+    def gradients(self, update: int) -> Tree:
+        """The accumulators of a whole batch; the layer state becomes its mean if replicas average it with each update."""
+        if not self.sets_aside:
+            return self.held.accumulators
+        if self.replicas == 1:
+            return self.held.buffers.pop(("sums", update))
         accumulators, means, _ = arrived(self.held.buffers.pop(("summed", update)))
         if self.averages:
             self.held.layer_state = with_floats(self.held.layer_state, means)

@@ -14,7 +14,7 @@ import numpy as np
 from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Program, Update
+from jpipe.programs._instructions import AllReduce, Backward, ForwardBackward, Program, Update
 from jpipe.runtime._interpreter import Found
 from jpipe.runtime._lanes import arrived
 
@@ -41,12 +41,16 @@ class Metrics(NamedTuple):
     Attributes:
         losses: mean loss of each finished batch, by batch index.
         weights: total weight of each of those batches.
-        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm`.
+        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
+            `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`.
+        nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
+            any changed no weights.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
     weights: dict[int, jax.Array | RemoteScalar]
     norms: dict[int, jax.Array | RemoteScalar]
+    nonfinite: dict[int, jax.Array | RemoteScalar]
 
 
 class Mean(NamedTuple):
@@ -84,36 +88,47 @@ class MetricsExchange:
         plan: the plan of the run.
         devices: the device of each worker.
         processes: the processes of the run, if there are several.
-        clips: whether there are norms.
+        global_norm: whether there are norms.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
     """
 
-    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, clips: bool) -> None:
+    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, global_norm: bool) -> None:
         self.name = f"pipeline {next(_pipelines)}"
-        self._plan, self._devices, self._processes, self._clips = plan, devices, processes, clips
+        self._plan, self._devices, self._processes, self._global_norm = plan, devices, processes, global_norm
         self._evaluations = 0
-        self._batches: dict[int, tuple[Program, list[int]]] = {}  # batches that a program finishes, by its id; kept, so the id stays valid
+        self._batches: dict[
+            int, tuple[Program, tuple[list[int], list[int]]]
+        ] = {}  # batches that a program finishes, by its id; kept, so the id stays valid
 
     def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
         """Metrics of the batches that the program, run `shift` batches later, finishes; `found` is from the workers of this process."""
-        metrics, norms = Metrics({}, {}, {}), {t: [norm] for t, norm in found.norms.items()}
-        if self._processes is None:
-            for batch, updates in found.losses.items():
-                for held, number in zip(metrics, _numbers(updates, norms.get(batch, [])), strict=False):
-                    held[batch] = number
-            return metrics
-        last = self._plan.stage_workers[-1][0]
-        for batch in (batch + shift for batch in self._finished(program, last)):
-            name = f"{self.name}: batch {batch}"
-            if batch in found.losses:
-                _send(self._processes, name, functools.partial(_numbers, found.losses[batch], norms.get(batch, [])))
-            words = f"the loss of batch {batch}"
-            read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
-            for i, held in enumerate(metrics if self._clips else metrics[:2]):
-                held[batch] = RemoteScalar(lambda i=i, read=read: read()[i])  # type: ignore[misc]  # mypy takes i and read for arguments
+        metrics = Metrics({}, {}, {}, {})
+        losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in found.losses.items()}
+        norms = {batch: functools.partial(tuple, norm) for batch, norm in found.norms.items()}
+        ended, updated = ([batch + shift for batch in batches] for batches in self._finished(program))
+        self._share("loss", ended, losses, metrics[:2])
+        if self._global_norm:
+            self._share("gradient norm", updated, norms, metrics[2:])
         return metrics
+
+    def _share(
+        self, what: str, batches: Sequence[int], own: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
+    ) -> None:
+        """Put the numbers of these batches into the dicts, wherever they are computed; `own` are those of this process."""
+        last = self._plan.stage_workers[-1][0]
+        for batch in batches:
+            if self._processes is None:
+                numbers = own[batch]()
+            else:
+                name, words = f"{self.name}: {what} of batch {batch}", f"the {what} of batch {batch}"
+                if batch in own:
+                    _send(self._processes, name, own[batch])
+                read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
+                numbers = [RemoteScalar(lambda i=i, read=read: read()[i]) for i in range(len(into))]  # type: ignore[misc]  # mypy takes i and read for arguments
+            for held, number in zip(into, numbers, strict=True):
+                held[batch] = number
 
     def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
         """The evaluation over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
@@ -144,13 +159,22 @@ class MetricsExchange:
 
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
-    def _finished(self, program: Program, last: int) -> list[int]:
-        """The batches whose last gradients the worker `last` has in the program; searched once per program."""
+    def _finished(self, program: Program) -> tuple[list[int], list[int]]:
+        """The batches whose gradients are complete, and those whose updates are made, at the last stage; searched once per program."""
         if id(program) not in self._batches:
-            s, _ = program.plan.workers[last]
-            ends, rate = AllReduce if program.plan.replicas[s] > 1 else Update, program.plan.updates_per_batch(s)
-            updates = [i.batch for i in program.instructions if type(i) is ends and i.worker == last]
-            self._batches[id(program)] = program, [update // rate for update in updates if (update + 1) % rate == 0]
+            s, worker = program.plan.depth - 1, program.plan.stage_workers[-1][0]
+            rate, every = program.plan.updates_per_batch(s), program.plan.microbatches
+            own = [i for i in program.instructions if i.worker == worker]
+            updated = [i.batch // rate for i in own if type(i) is Update and (i.batch + 1) % rate == 0]
+            if program.plan.replicas[s] > 1:
+                ended = [i.batch // rate for i in own if type(i) is AllReduce and (i.batch + 1) % rate == 0]
+            elif program.sets_aside[s]:
+                ended = [
+                    i.microbatch // every for i in own if isinstance(i, Backward | ForwardBackward) and (i.microbatch + 1) % every == 0
+                ]
+            else:
+                ended = updated
+            self._batches[id(program)] = program, (ended, updated)
         return self._batches[id(program)][1]
 
 
@@ -171,12 +195,7 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
     threading.Thread(target=work, daemon=True).start()
 
 
-def _numbers(updates: list[Tree], norm: list[jax.Array]) -> list[jax.Array]:
-    """Mean loss, weight and, with clipping, norm of a batch."""
-    return [*_mean_loss(updates), *norm]
-
-
-def _mean_loss(updates: list[Tree]) -> tuple[jax.Array, jax.Array]:
+def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
     """(mean loss, weight) of a batch from those of its updates."""
     parts = [arrived(part) for part in updates]
     return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])

@@ -34,7 +34,8 @@ class WorkerState:
         optimizer: optimizer state by layer id.
         layer_state: state that forwards update (batch statistics), by layer id.
         accumulators: sums over the current batch: gradients, weight and loss.
-        buffers: activations, residuals and gradients in flight, by (kind, microbatch).
+        buffers: activations, residuals and gradients in flight, by (kind, microbatch); gradients and losses that wait for their update
+            and the last global norm, by (kind, update).
         key: the random key of the run.
     """
 
@@ -123,6 +124,7 @@ def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, function
         *((name, str(value)) for name, value in fields),
         *stages,
         recompute,
+        ("updates", "with the global norm" if functions[0].global_norm else "without the global norm"),
         ("devices", ", ".join(map(str, devices))),
         ("microbatch", describe(spec)),
         ("microbatch in full", _shapes(spec)),

@@ -15,10 +15,12 @@ import jax
 from jpipe.errors import InputError
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
+from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Backward, Forward, ForwardBackward, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
+from jpipe.schedules import SCHEDULES
 
 _OPS: dict[type, Op] = {Forward: "F", Backward: "B", ForwardBackward: "FB"}
 
@@ -55,7 +57,7 @@ class Tracer:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._clips = False
+        self._global_norm = False
         self._began = time.perf_counter()
         self._open = True
         _switch_often(True)
@@ -63,7 +65,7 @@ class Tracer:
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
-        self._clips |= isinstance(event.instruction, SumSquares)
+        self._global_norm |= isinstance(event.instruction, SumSquares)
         if event.done is not None:
             assert isinstance(event.instruction, Forward | Backward | ForwardBackward | Update)
             self._watchers[event.instruction.worker].watch(event.instruction, event.done, event.state)
@@ -78,7 +80,7 @@ class Tracer:
         for watcher in self._watchers:
             if watcher.error is not None:
                 raise watcher.error
-        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._clips)
+        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._global_norm)
         return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
 
     def close(self) -> None:
@@ -179,10 +181,10 @@ class _Watcher:
 _Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)
 
 
-def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, clips: bool) -> Timeline:
+def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> Timeline:
     """Spans from the ends of the computations and from what each had to wait for."""
     computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
-    waits_for = {key: [k for k in _inputs(key, plan, clips) if k in computations] for key in computations}
+    waits_for = {key: [k for k in _inputs(key, plan, global_norm) if k in computations] for key in computations}
     for s, own in enumerate(workers):
         for before, after in itertools.pairwise(own):
             waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
@@ -206,8 +208,8 @@ def _key(worker: int, instruction: _Instruction) -> _Key:
     return worker, _OPS[type(instruction)], instruction.microbatch
 
 
-def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
-    """What may give a computation its input: its neighbour; for an update all replicas, or with clipping those of the first stage."""
+def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
+    """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
     match op:
@@ -216,9 +218,11 @@ def _inputs(key: _Key, plan: Plan, clips: bool) -> list[_Key]:
         case "B":
             return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
         case _:
-            summed = 0 if clips else s  # the first stage's gradients are the last
             end = (k + 1) * plan.microbatches_per_update(s)
-            return [(plan.worker(summed, j), op, j) for j in range(end - plan.replicas[summed], end) for op in ("B", "FB")]
+            summed = 0 if global_norm else s  # the first stage's gradients are the last
+            last = [end - 1 + route_of(plan).delay] if global_norm and not SCHEDULES[plan.schedule].flushes else []
+            microbatches = [*range(end - plan.replicas[summed], end), *last]
+            return [(plan.worker(summed, j), op, j) for j in microbatches for op in ("B", "FB")]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

@@ -75,6 +75,8 @@ class Schedule:
             does not decrease with k.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
+        norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
+            stage knows the norm of a batch before it reads the weights that the batch has updated.
         options: the fields of `Plan` that it reads and other schedules refuse.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
@@ -88,6 +90,7 @@ class Schedule:
     version: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
     refusal: Callable[[Shape], str] = no_refusal
+    norm_refusal: Callable[[Shape], str] = no_refusal
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False

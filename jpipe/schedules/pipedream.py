@@ -78,6 +78,17 @@ def _refusal(plan: Shape) -> str:
     return ""
 
 
+def _norm_refusal(plan: Shape) -> str:
+    if plan.depth > 1 and not plan.vertical_sync:
+        return (
+            "under weight stashing the last stage updates before the first one has computed its gradients; "
+            "use vertical_sync, 'pipedream_2bw' or a schedule that flushes"
+        )
+    if plan.microbatches_per_update(0) < plan.microbatches:
+        return "expected update_every 'batch', found 'replicas'; use 'batch' with as many microbatches as the stage has replicas"
+    return ""
+
+
 PIPEDREAM = Schedule(
     name="pipedream",
     flushes=False,
@@ -86,6 +97,7 @@ PIPEDREAM = Schedule(
     version=_version,
     versions_alive=_versions_alive,
     refusal=_refusal,
+    norm_refusal=_norm_refusal,
     options=("extra_in_flight", "vertical_sync", "noam", "update_every"),
     closed_form="1F1B",
 )

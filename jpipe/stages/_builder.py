@@ -28,8 +28,8 @@ class StageBuilder:
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model; batches of other shapes may make other parameters.
-        clip_global_norm: the norm to which gradients are clipped, if any.
         ema_decay: the decay of the moving average of the weights, if there is one.
+        options: fields of `StageFunctions`, the same for all stages.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class StageBuilder:
         plan: Plan,
         loss: Loss,
         optimizer: optax.GradientTransformation,
-        clip_global_norm: float | None,
         ema_decay: float | None,
+        **options: Any,
     ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._clip_global_norm, self._ema_decay = clip_global_norm, ema_decay
+        self._ema_decay, self._options = ema_decay, options
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -64,7 +64,7 @@ class StageBuilder:
         functions = []
         for stage in self._plan.stages:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
-            options = {"clip_global_norm": self._clip_global_norm, "update_scale": scale, "average_state": self._average_state}
+            options = {"update_scale": scale, "average_state": self._average_state, **self._options}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})

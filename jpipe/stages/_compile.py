@@ -31,8 +31,9 @@ class CompiledStage:
     """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, and an update of each kind that is used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
-    With clipping there is also `sum_squares`, and at the first stage `norm`; if replicas sum gradients, `add`, `finish` and
-    `zero_accumulators`; if they average their layer state when it is read, `add_state` and `mean_state`.
+    With the global norm there is also `sum_squares`, and at the first stage `norm`; if gradients are set aside, `zero_accumulators` and
+    at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their layer state when it is read,
+    `add_state` and `mean_state`.
     """
 
     functions: StageFunctions
@@ -62,7 +63,7 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
         depths = [len(stage.layers) for stage in program.plan.stages]
         for instruction in program.instructions:
             if instruction.worker in workers:
-                used[sharing[instruction.worker]].update(_calls(instruction, program.plan))
+                used[sharing[instruction.worker]].update(_calls(instruction, program))
     lowered = {key: {name: _lower_call(*of_key[key], name, depths) for name in sorted(names)} for key, names in used.items()}
     compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
     stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
@@ -82,7 +83,7 @@ def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: I
     names: list[set[str]] = [set() for _ in functions]
     for program in programs:
         for instruction in program.instructions:
-            names[plan.workers[instruction.worker][0]].update(_calls(instruction, plan))
+            names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
     depths = [len(stage.layers) for stage in plan.stages]
     texts: list[list[str]] = []
     distinct: dict[str, jax.stages.Lowered] = {}
@@ -96,8 +97,9 @@ def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: I
     )
 
 
-def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
+def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     """The computations that an instruction needs."""
+    stage = program.plan.workers[instruction.worker][0]
     match instruction:
         case Forward():
             return ("forward",)
@@ -106,13 +108,12 @@ def _calls(instruction: Instruction, plan: Plan) -> tuple[str, ...]:
         case ForwardBackward():
             return ("forward_backward",)
         case AllReduce():
-            return "add", "finish", "zero_accumulators"
-        case SumSquares(worker=0):
-            return "sum_squares", "norm"
+            return "add", "finish"
         case SumSquares():
-            return ("sum_squares",)
+            return ("sum_squares",) if stage else ("sum_squares", "norm")
         case Update():
-            return (update_kind(instruction),)
+            aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
+            return (update_kind(instruction), *(aside if program.sets_aside[stage] else ()))
     return ()
 
 
@@ -162,8 +163,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
     """One of the calls of a `CompiledStage`, by name, traced for a device; `layers` has the number of layers of each stage of the plan."""
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
-    number = jax.ShapeDtypeStruct((), f.loss_dtype)
-    norm = None if f.clip_global_norm is None else number
+    norm = f.norm_spec if f.global_norm else None
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
         "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng)),
@@ -172,7 +172,8 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
         "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
-        "norm": lambda: (norm_of, (), (tuple(jax.ShapeDtypeStruct((n,), number.dtype) for n in layers),)),
+        "norm": lambda: (norm_of, (), (tuple(f.squares_spec(count) for count in layers),)),
+        "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),
         "init_optimizer": lambda: (f.init_optimizer, (), (specs.params,)),
         "zero_accumulators": lambda: (f.zero_accumulators, (), (specs.params,)),
         "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,18 @@ from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
 
 Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+
+
+class GlobalNorm(NamedTuple):
+    """The gradients of all stages, as far as an update has to know them; scalars.
+
+    Attributes:
+        norm: square root of the sum of the squares of the mean gradients.
+        nonfinite: how many of their entries are NaN or infinite.
+    """
+
+    norm: Any
+    nonfinite: Any
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class StageFunctions:
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
         clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
+        skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
         update_scale: a factor for the optimizer's updates.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
@@ -66,6 +79,7 @@ class StageFunctions:
     optimizer: LayerwiseOptimizer
     specs: Specs
     clip_global_norm: float | None = None
+    skip_nonfinite: bool = False
     update_scale: float = 1.0
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
@@ -95,41 +109,57 @@ class StageFunctions:
         message, accumulators = self._pull_back(vjp, y, accumulators)
         return message, accumulators, new_state
 
-    def sum_squares(self, accumulators: Tree) -> jax.Array:
-        """For each layer the sum of the squares of its mean gradient; `norm_of` computes the norm over all stages from these."""
+    def sum_squares(self, accumulators: Tree) -> GlobalNorm:
+        """For each layer the sum of the squares of its mean gradient, as `norm`, and the number of its entries that are not finite."""
         divisor = _divisor(accumulators["weight"])
         means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in accumulators["gradients"].items()}
-        squares = [[jnp.square(leaf.astype(self.loss_dtype)).sum() for leaf in jax.tree.leaves(means[i])] for i in self.stage.layers]
-        return jnp.stack([sum(layer, jnp.zeros((), self.loss_dtype)) for layer in squares])
+        leaves = [[leaf.astype(self.loss_dtype) for leaf in jax.tree.leaves(means[layer_id])] for layer_id in self.stage.layers]
+        zero = jnp.zeros((), self.loss_dtype)
+        squares = [sum((jnp.square(leaf).sum() for leaf in layer), zero) for layer in leaves]
+        nonfinite = [sum(((~jnp.isfinite(leaf)).sum(dtype=self.loss_dtype) for leaf in layer), zero) for layer in leaves]
+        return GlobalNorm(jnp.stack(squares), jnp.stack(nonfinite))
 
     def update(
-        self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: jax.Array | None = None
+        self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None = None
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
         Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and loss zero.
-        With clipping, `norm` is the global norm over all stages.
+        `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not finite.
         """
+        if self.skip_nonfinite:
+            assert norm is not None
+            # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
+            new_params, new_state = jax.lax.cond(
+                norm.nonfinite == 0, self._optimized, _unchanged, params, optimizer_state, accumulators, norm
+            )
+        else:
+            new_params, new_state = self._optimized(params, optimizer_state, accumulators, norm)
+        zeros = jax.tree.map(jnp.zeros_like, accumulators)
+        return new_params, new_state, zeros, self.mean_loss(accumulators) if self.last else None
+
+    def _optimized(self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+        """(new params, new optimizer state)."""
         divisor = _divisor(accumulators["weight"])
         new_params, new_state = {}, {}
         for layer_id, gradient in accumulators["gradients"].items():
             mean = _mean(gradient, divisor)
-            if norm is not None:
-                mean = jax.tree.map(lambda g: _clip(g, norm, self.clip_global_norm), mean)
+            if self.clip_global_norm is not None:
+                assert norm is not None
+                mean = jax.tree.map(lambda g: _clip(g, norm.norm, self.clip_global_norm), mean)
             new_params[layer_id], new_state[layer_id] = self.optimizer.update(
                 layer_id, mean, optimizer_state[layer_id], params[layer_id], self.update_scale
             )
-        zeros = jax.tree.map(jnp.zeros_like, accumulators)
-        return new_params, new_state, zeros, (accumulators["loss"] / divisor, accumulators["weight"]) if self.last else None
+        return new_params, new_state
+
+    def mean_loss(self, accumulators: Tree) -> tuple[jax.Array, jax.Array]:
+        """(mean loss, weight) of a batch, at the last stage."""
+        return accumulators["loss"] / _divisor(accumulators["weight"]), accumulators["weight"]
 
     def finish(self, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
         """(accumulators, means of the layer state, at the last stage (mean loss, weight) of the batch) from the sums over replicas."""
         accumulators, state = summed
-        return (
-            accumulators,
-            self.mean_state(state),
-            (accumulators["loss"] / _divisor(accumulators["weight"]), accumulators["weight"]) if self.last else None,
-        )
+        return accumulators, self.mean_state(state), self.mean_loss(accumulators) if self.last else None
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
@@ -171,6 +201,22 @@ class StageFunctions:
     def accumulators_spec(self) -> Tree:
         """Shapes and dtypes of the accumulators."""
         return jax.eval_shape(self.zero_accumulators, self.specs.params)
+
+    @property
+    def global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.clip_global_norm is not None or self.skip_nonfinite
+
+    @property
+    def norm_spec(self) -> GlobalNorm:
+        """Shapes and dtypes of the norm."""
+        number = jax.ShapeDtypeStruct((), self.loss_dtype)
+        return GlobalNorm(number, number)
+
+    def squares_spec(self, layers: int) -> GlobalNorm:
+        """Shapes and dtypes of the sums of squares of a stage of so many layers."""
+        numbers = jax.ShapeDtypeStruct((layers,), self.loss_dtype)
+        return GlobalNorm(numbers, numbers)
 
     @property
     def averages_when_read(self) -> bool:
@@ -304,12 +350,16 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) or (hasattr(value, "dtype") and jnp.shape(value) == ())
 
 
-def norm_of(squares: tuple[jax.Array, ...]) -> jax.Array:
-    """The global norm from `sum_squares` of each stage; added layer by layer, so that it does not depend on the cut."""
-    total = jnp.zeros((), squares[0].dtype)
-    for layer in jnp.concatenate(squares):
+def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
+    """The norm from `sum_squares` of each stage; added layer by layer, so that it does not depend on the cut."""
+    total = jnp.zeros((), squares[0].norm.dtype)
+    for layer in jnp.concatenate([stage.norm for stage in squares]):
         total += layer
-    return jnp.sqrt(total)
+    return GlobalNorm(jnp.sqrt(total), jnp.concatenate([stage.nonfinite for stage in squares]).sum())
+
+
+def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:
+    return params, optimizer_state
 
 
 def _divisor(weight: jax.Array) -> jax.Array:

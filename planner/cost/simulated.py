@@ -31,14 +31,16 @@ class Simulated:
     sent_bytes: tuple[float, ...]
 
 
-def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, clips: bool = False) -> Simulated | None:
+def simulated(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
+) -> Simulated | None:
     """Simulate a plan on a topology, with worker w on device w, or placed by the plan's `keep_together`.
 
     Args:
         plan: the plan.
         costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
         topology: the links; if workers share cores, time is stretched while more workers compute than there are cores.
-        clips: whether updates wait for the norm of all stages' gradients.
+        global_norm: whether updates wait for the norm of all stages' gradients.
 
     Returns:
         None if the simulation would take more than some seconds.
@@ -47,7 +49,7 @@ def simulated(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topol
         return None
     first, batches = window(plan)
     link, shown = network(plan, topology), first + batches + 1
-    prediction = jpipe.simulate(jpipe.lower(plan, shown, clips=clips), costs, link)
+    prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm), costs, link)
     seconds = max(
         _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
     )

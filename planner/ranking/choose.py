@@ -73,7 +73,7 @@ class Choice:
             together.
         rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
         considered: the number of candidates.
-        clips: whether gradients are clipped by their norm over all stages.
+        global_norm: whether gradients are clipped by their norm over all stages.
         open: how many candidates could be faster than the first one, because simulating them all would take too long.
     """
 
@@ -82,7 +82,7 @@ class Choice:
     ranked: tuple[Ranked, ...]
     rejected: tuple[Candidate, ...]
     considered: int
-    clips: bool = False
+    global_norm: bool = False
     open: int = 0
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
@@ -98,7 +98,7 @@ def choose(
     candidates: Iterable[Candidate],
     *,
     most: int = SIMULATED,
-    clips: bool = False,
+    global_norm: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
     """Rank candidates: simulate those that fit, in the order of their bounds, until no other one can be the fastest.
@@ -111,7 +111,7 @@ def choose(
         topology: the topology.
         candidates: candidates of any schedules, priced in the same way.
         most: how many kinds to simulate at least, so that a table can show them.
-        clips: whether gradients are clipped by their norm over all stages, for which updates wait.
+        global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations; new ones are added.
     """
     tried = {} if tried is None else tried
@@ -121,21 +121,21 @@ def choose(
     known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
 
     def run(candidate: Candidate) -> Outcome:
-        tried[candidate] = Ranked(candidate, _simulated(profile, topology, candidate, clips))
+        tried[candidate] = Ranked(candidate, _simulated(profile, topology, candidate, global_norm))
         return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
 
     race = Race(profile, topology, fitting, run, known, most)
     best: dict[tuple[object, ...], Ranked] = {}
     for one in _in_order([tried[candidate] for candidate in race.finished]):
         best.setdefault(one.candidate.kind, one)
-    ranked = [_explained(profile, topology, one, clips) for one in best.values()]
+    ranked = [_explained(profile, topology, one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
     rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
     kinds = {one.candidate.kind for one in (*ranked, *rest)}
     lacking = [candidate for candidate in everything if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), clips, race.open)
+    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), global_norm, race.open)
 
 
 def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
@@ -181,30 +181,30 @@ def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidat
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
 
-def _simulated(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> Simulated | None:
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> Simulated | None:
     plan = candidate.plan(profile.ids)
-    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, clips)
+    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm)
 
 
-def _explained(profile: Profile, topology: Topology, one: Ranked, clips: bool) -> Ranked:
+def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:
     """The same with the reason why the simulation differs from the closed form, if it does."""
     differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
-    return dataclasses.replace(one, why=_why(profile, topology, one.candidate, clips)) if differs and not one.why else one
+    return dataclasses.replace(one, why=_why(profile, topology, one.candidate, global_norm)) if differs and not one.why else one
 
 
-def _why(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> str:
+def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> str:
     """What must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
     unlinked = _without_links(topology)
-    if _agree(profile, unlinked, candidate, clips):
+    if _agree(profile, unlinked, candidate, global_norm):
         layers = tuple([layer.model_copy(update={"weights": 0}) for layer in profile.layers])
-        return "sum" if _agree(profile.model_copy(update={"layers": layers}), topology, candidate, clips) else "link"
+        return "sum" if _agree(profile.model_copy(update={"layers": layers}), topology, candidate, global_norm) else "link"
     even = dataclasses.replace(candidate, policies=candidate.policies[:1] * candidate.depth)
-    return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, clips) else "bubble"
+    return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, global_norm) else "bubble"
 
 
-def _agree(profile: Profile, topology: Topology, candidate: Candidate, clips: bool) -> bool:
+def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
     """Whether closed form and simulation agree, with other costs of layers or links."""
-    found = _simulated(profile, topology, candidate, clips)
+    found = _simulated(profile, topology, candidate, global_norm)
     return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 

@@ -54,7 +54,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         dataclasses.replace(size, forward=time.forward, backward=time.backward, update=time.update)
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
-    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.clips))
+    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)

@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._functions import norm_of
 
+NORM = jax.jit(norm_of)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
-    """Loss and weight by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
+    """Loss, weight and norm by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
 
     losses: dict[int, Any]
     weights: dict[int, Any]
+    norms: dict[int, Any]
     versions: list[dict[int, Any]]
     optimizer: list[Any]
     layer_state: list[list[Any]]
@@ -56,7 +59,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
-    losses, weights, found = {}, {}, {}
+    losses, weights, norms, found = {}, {}, {}, {}
     for k in range(len(batches) * m):
         x, labels = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:])[k % m], batches[k // m])  # noqa: B023 - called at once
         read = [versions[s][version(plan, s, k)] for s in range(d)]
@@ -73,21 +76,28 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             x, sums[last][r], state[last][r] = calls[last]["forward_backward"](*arguments)
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s])
+        totals = {}
         for s in range(d):
             if (k + 1) % every(plan, s) == 0:
-                g, total = k // every(plan, s), sums[s][0]
+                totals[s] = sums[s][0]
                 for part in sums[s][1:]:
-                    total = calls[s]["add"](total, part)
+                    totals[s] = calls[s]["add"](totals[s], part)
                 sums[s] = [jax.tree.map(jnp.zeros_like, part) for part in sums[s]]
-                versions[s][g + 1], optimizer[s], _, mean = calls[s]["update"](versions[s][g], optimizer[s], total)
-                found |= {g: mean} if s == last else {}
+        norm = None
+        if functions[0].global_norm and len(totals) == d:
+            norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
+            norms[k // m] = norm.norm
+        for s, total in totals.items():
+            g = k // every(plan, s)
+            versions[s][g + 1], optimizer[s], _, mean = calls[s]["update"](versions[s][g], optimizer[s], total, norm)
+            found |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
             state = [mean_states(own) if len(own) > 1 else own for own in state]
         if (k + 1) % m == 0:
             parts = [found[g] for g in range((k + 1 - m) // every(plan, last), (k + 1) // every(plan, last))]
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
-    return Outcome(losses, weights, versions, optimizer, state)
+    return Outcome(losses, weights, norms, versions, optimizer, state)
 
 
 def mean_states(state: list[Any]) -> list[Any]:

@@ -66,30 +66,36 @@ def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -
     )
 
 
-def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]) -> None:
-    """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference."""
+def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, **options: Any) -> None:
+    """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference.
+
+    `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
+    """
     devices = None if len(plan.workers) == plan.depth else [jax.devices()[s] for s, _ in plan.workers]  # replicas share what is compiled
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices)
-    batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
+    batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate
+    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
-        names = ("forward", "backward", "forward_backward", "update")
+        names = ("forward", "backward", "forward_backward", "update", "sum_squares")
         add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
         JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
-        state, losses, weights = models.copied(fresh), {}, {}
+        state, losses, weights, norms = models.copied(fresh), {}, {}, {}
         for t, batch in enumerate(batches):
             state, metrics = pipe.step(state, batch)
-            losses, weights = losses | metrics.losses, weights | metrics.weights
+            losses, weights, norms = losses | metrics.losses, weights | metrics.weights, norms | metrics.norms
             if t in drains:
-                state = pipe.drain(state)
-        state = pipe.drain(state)
+                state, metrics = pipe.drain(state, with_metrics=True)
+                norms |= metrics.norms
+        state, metrics = pipe.drain(state, with_metrics=True)
+        norms |= metrics.norms
         check_equal(losses, expected.losses)
         check_equal(weights, expected.weights)
+        check_equal(norms, expected.norms)
         for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
             updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)
             oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches + replica)
@@ -97,7 +103,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
             check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
             check_equal(worker.optimizer, expected.optimizer[s])
             check_equal(worker.layer_state, expected.layer_state[s][replica])
-            assert not worker.buffers, f"stage {s} is empty after a drain"
+            assert {kind for kind, _ in worker.buffers} <= {"norm"}, f"stage {s} is empty after a drain"
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:

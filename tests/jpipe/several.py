@@ -21,7 +21,7 @@ import numpy as np
 CASES: dict[str, dict[str, dict]] = {
     "2": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
-        "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "ema": 0.5},
+        "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "clip": 3.0, "ema": 0.5},
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -36,10 +36,11 @@ CASES: dict[str, dict[str, dict]] = {
         "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+        "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "4": {
         "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
-        "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True},
+        "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True, "clip": 3.0},
         "2bw of 4": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 4},
         "2-1-1": {"num_stages": 3, "schedule": "pipedream", "microbatches": 2, "replicas": (2, 1, 1)},
         "3-1": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": (3, 1)},
@@ -72,13 +73,13 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     state, found = pipe.init(jax.random.key(7), batches[0]), {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
-        for name, numbers in metrics._asdict().items():
-            found |= {f"{name} {number_of}": float(number) for number_of, number in numbers.items()}
+        found |= numbers_of(metrics)
         if t == 2:
             found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[0]).items()}
             if pipe.ema_decay is not None:
                 found["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
-    state = pipe.drain(state)
+    state, metrics = pipe.drain(state, with_metrics=True)
+    found |= numbers_of(metrics)
     found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
     for layer_id, params in pipe.params(state).items():
         found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
@@ -86,6 +87,11 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         for path, leaf in jax.tree.leaves_with_path(worker.layer_state):
             found[f"state of worker {w}{jax.tree_util.keystr(path)}"] = leaf
     return {name: np.asarray(value) for name, value in found.items()}
+
+
+def numbers_of(metrics) -> dict[str, float]:
+    """The numbers of each batch, by name."""
+    return {f"{name} {batch}": float(number) for name, numbers in metrics._asdict().items() for batch, number in numbers.items()}
 
 
 def evaluated(pipe, state, batch) -> dict[str, float]:

@@ -434,7 +434,6 @@ def test_nothing_runs_on_a_device_before_a_refusal():
         ({"batches": 1, "begin": 2}, "lower: expected 0 ≤ start ≤ begin ≤ batches, found start 0, begin 2, batches 1"),
         ({"batches": 3, "begin": 1, "start": 2}, "found start 2, begin 1, batches 3"),
         ({"batches": -1}, "found start 0, begin 0, batches -1"),
-        ({"batches": 3, "clips": True}, "lower: clips is for schedules that flush, found 'pipedream_2bw'"),
     ],
 )
 def test_programs_that_cannot_be_are_refused(numbers, message):

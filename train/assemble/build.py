@@ -39,8 +39,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         with reporter.phase("reading the data"):
             batches = data.load(config)
         rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
-        options = {"clip_global_norm": config.optimizer.clip_global_norm, "ema_decay": config.optimizer.ema_decay}
-        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, **config.optimizer.of_pipeline)
     return pipe, batches
 
 
@@ -120,7 +119,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
         yield
     except jpipe.InputError as error:
         where = {"plan: ": f"{plan_file}: "} if plan_file not in (None, AUTO) else {}
-        for library, config in (where | {"clip_global_norm: ": "optimizer.clip_global_norm: "}).items():
+        for library, config in (where | {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}).items():
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
         raise

@@ -254,9 +254,20 @@ class OptimizerConfig(_Section):
     arguments: Arguments = {}
     decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
+    skip_nonfinite: bool = False
     inject_hyperparams: bool = False
     accumulate_batches: Count = 1
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+    @property
+    def of_pipeline(self) -> dict[str, Any]:
+        """The keys that are arguments of `jpipe.Pipeline`."""
+        return {"clip_global_norm": self.clip_global_norm, "skip_nonfinite": self.skip_nonfinite, "ema_decay": self.ema_decay}
+
+    @property
+    def uses_global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.clip_global_norm is not None or self.skip_nonfinite
 
     @field_validator("name")
     @classmethod

@@ -44,7 +44,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     request = Request(all_workers=together.processes is not None)
 
     def best() -> str:
-        found = search(profile, topology, batch, request, parts.clip is not None, reporter)
+        found = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
         found, confirmed = confirm(found, parts, lambda ranked, _: _report_misfit(reporter, ranked))
         candidate = confirmed.ranked.candidate
         reporter.say(

@@ -94,7 +94,7 @@ def main(
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
     profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
-        found = search(profile, topology, batch, request, parts is not None and parts.clip is not None, reporter)
+        found = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
     confirmed = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):

@@ -28,7 +28,7 @@ from planner.search.candidates import Updates, find_candidates
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, start_devices
 from train.assemble.optimizer import optimizer
-from train.config.config import MOST_MICROBATCHES, Config
+from train.config.config import MOST_MICROBATCHES, Config, OptimizerConfig
 from train.console.progress import Reporter
 from train.console.terminal import count
 
@@ -85,8 +85,7 @@ class Parts:
     loss: Any
     rule: optax.GradientTransformation
     batch: Any
-    clip: float | None
-    ema_decay: float | None
+    config: OptimizerConfig
 
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
@@ -95,8 +94,7 @@ class Parts:
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        rule = optimizer(config.optimizer, config.train.steps, params)
-        return cls(stack, loss, rule, batch, config.optimizer.clip_global_norm, config.optimizer.ema_decay)
+        return cls(stack, loss, optimizer(config.optimizer, config.train.steps, params), batch, config.optimizer)
 
     def rows(self, count: int) -> Any:
         """What a batch of so many rows looks like."""
@@ -104,7 +102,7 @@ class Parts:
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """With a plan."""
-        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, clip_global_norm=self.clip, ema_decay=self.ema_decay)
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, **self.config.of_pipeline)
 
 
 def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
@@ -135,10 +133,10 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(*model_parts, sizes, seconds=SECONDS, ema_decay=parts.ema_decay, progress=progress)
+            return measure(*model_parts, sizes, seconds=SECONDS, ema_decay=parts.config.ema_decay, progress=progress)
     sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, ema_decay=parts.ema_decay, progress=progress)
+        return analyze(*model_parts, sizes, topology.device, ema_decay=parts.config.ema_decay, progress=progress)
 
 
 def read_topology(file: str) -> Topology:
@@ -170,7 +168,7 @@ _MOST_TOPOLOGY = 2**20
 _MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
 
-def search(profile: Profile, topology: Topology, batch: int, request: Request, clips: bool, reporter: Reporter) -> Found:
+def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Found:
     """Find and rank all plans that a run may have.
 
     Args:
@@ -178,19 +176,20 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
         topology: where it is to run.
         batch: rows between two updates.
         request: what else is asked for.
-        clips: whether gradients are clipped by their norm, which only schedules that flush can.
+        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules can.
         reporter: prints what was left out.
 
     Raises:
-        InputError: no plan has such a batch, or clips with the schedules that are asked for.
+        InputError: no plan has such a batch, or none of the schedules asked for can use the norm.
     """
     allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
-    schedules = tuple(name for name in allowed if not clips or jpipe.schedules.SCHEDULES[name].flushes)
-    if not schedules:
-        raise InputError(f"--schedules: optimizer.clip_global_norm needs a schedule that flushes, found {', '.join(allowed)}; add one")
-    if len(schedules) < len(allowed):
-        never = ", ".join(name for name in allowed if name not in schedules)
-        reporter.say(f"left out, for they never flush and optimizer.clip_global_norm needs that: {never}")
+    refusals = {name: jpipe.schedules.SCHEDULES[name].norm_refusal(jpipe.Plan.even("ab", 2, name, 2)) for name in allowed if global_norm}
+    schedules = tuple(name for name in allowed if not refusals.get(name))
+    for name, why in refusals.items():
+        if why and not schedules:
+            raise InputError(f"--schedules: optimizer.clip_global_norm and skip_nonfinite cannot be used with {name}: {why}")
+        if why:
+            reporter.say(f"left out, because of optimizer.clip_global_norm or skip_nonfinite: {name}: {why}")
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
@@ -211,7 +210,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, c
         many = count(len(used) - len(candidates), "candidate")
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known: dict[Candidate, Ranked] = {}
-    return Found(choose(profile, topology, candidates, clips=clips, tried=known), tuple(candidates), known)
+    return Found(choose(profile, topology, candidates, global_norm=global_norm, tried=known), tuple(candidates), known)
 
 
 def nothing_fits(choice: Choice) -> InputError:
@@ -239,14 +238,14 @@ def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], Non
     roomy = choice.topology.model_copy(update={"device": choice.topology.device.model_copy(update={"memory": most})})
     own = {_hoped(candidate, _NEAR * (limit or 0)): candidate for candidate in found.candidates}  # the candidate that each of them was
     left = list(own)
-    while hopeful := choose(choice.profile, roomy, left, clips=choice.clips, tried=known).ranked:
+    while hopeful := choose(choice.profile, roomy, left, global_norm=choice.global_norm, tried=known).ranked:
         candidate = hopeful[0].candidate
         pipe = parts.pipeline(choice.plan(hopeful[0]))
         confirmed = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
         known[own[candidate]] = confirmed.ranked
         if confirmed.fits:
             rest = [own[other] for other in left if other.kind != candidate.kind]
-            others = choose(choice.profile, choice.topology, rest, clips=choice.clips, tried=known)
+            others = choose(choice.profile, choice.topology, rest, global_norm=choice.global_norm, tried=known)
             first = dataclasses.replace(others, ranked=(confirmed.ranked, *others.ranked), considered=choice.considered)
             return Found(first, found.candidates, known), confirmed
         report(hopeful[0], confirmed)

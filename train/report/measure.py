@@ -86,7 +86,7 @@ class Measure:
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
             return None
-        return jpipe.programs.predict_window(plan, self._costs, *self._window, clips=self._pipe.clip_global_norm is not None)
+        return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
 
     def _fitting(self, step: int) -> int:
         """How many batches a window whose trace begins at `step` can have; 0: none begins."""

@@ -33,7 +33,11 @@ class RunStopped(RuntimeError):
 
 
 class NonFiniteLoss(RunStopped):
-    """A loss became infinite or not a number."""
+    """A loss became infinite or not a number, or too many batches in a row were skipped."""
+
+
+MOST_SKIPPED = 20
+"""Batches skipped in a row after which a run ends."""
 
 
 class MetricsLog:
@@ -53,7 +57,7 @@ class MetricsLog:
         together: Together,
         history: History,
     ) -> None:
-        self._config = config.train
+        self._config = config
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
@@ -64,6 +68,8 @@ class MetricsLog:
         self._history = history
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
+        self._known: jpipe.Metrics = jpipe.Metrics({}, {}, {}, {})  # of steps whose rows are not written yet
+        self._skipped = 0  # steps in a row
         self.through = -1  # the last step whose row was written, if it was to be
 
     @property
@@ -86,26 +92,48 @@ class MetricsLog:
         return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these losses and write their rows."""
-        if metrics is None:
-            return
-        for step, loss in metrics.losses.items():
-            row = {"step": step, "loss": self._finite(step, "loss", float(loss))}
-            if step in metrics.norms:
-                row["gradient_norm"] = self._finite(step, "norm of the gradient", float(metrics.norms[step]))
-            row |= self._evaluated(step)
-            self._reporter.tick(step)
-            logged = step % self._config.log_every == 0 or step == self._config.steps - 1 or "val_loss" in row
-            if logged and self._folder is not None:
-                row |= self._progress(step)
-                self._log(self._folder, row)  # first, so that everything printed is also in the file
-            self.through = step
-            measured = self._measure.measured
-            bubble = None if measured is None else measured.bubble
-            self._reporter.step(step, row["loss"], self.validated(step) or {}, bubble)
-            if logged and self._tensorboard is not None:
-                shown = row if bubble is None else row | {"bubble": bubble}
-                self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
+        """Wait for these numbers, and write the rows of all steps whose numbers are complete; a norm may come later than its loss."""
+        for known, found in zip(self._known, metrics or (), strict=False):
+            known.update(found)
+        losses, _, norms, _ = self._known
+        for step in sorted(losses):
+            if self._config.optimizer.uses_global_norm and step not in norms:
+                break
+            self._write(step)
+            for known in self._known:
+                known.pop(step, None)
+
+    def _write(self, step: int) -> None:
+        """Write the row of a step."""
+        row = self._trained(step) | self._evaluated(step)
+        config = self._config.train
+        self._reporter.tick(step)
+        logged = step % config.log_every == 0 or step == config.steps - 1 or "val_loss" in row or "skipped" in row
+        if logged and self._folder is not None:
+            row |= self._progress(step)
+            self._log(self._folder, row)  # first, so that everything printed is also in the file
+        self.through = step
+        measured = self._measure.measured
+        bubble = None if measured is None else measured.bubble
+        self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble)
+        if logged and self._tensorboard is not None:
+            shown = row if bubble is None else row | {"bubble": bubble}
+            self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
+
+    def _trained(self, step: int) -> dict[str, int | float]:
+        """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
+        losses, _, norms, nonfinite = self._known
+        found = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
+        if not self._config.optimizer.skip_nonfinite or not float(nonfinite[step]):
+            self._skipped = 0
+            words = {"loss": "loss", "gradient_norm": "norm of the gradient"}
+            return {"step": step} | {name: self._finite(step, words[name], value) for name, value in found.items()}
+        self._skipped += 1
+        self._reporter.say(f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite")
+        if self._skipped == MOST_SKIPPED:
+            hint = "lower optimizer.learning_rate, or look at the data of these steps"
+            raise self._together.shared(NonFiniteLoss(f"step {step}: {MOST_SKIPPED} steps in a row were skipped; {hint}"))
+        return {"step": step, "skipped": 1} | {name: value for name, value in found.items() if math.isfinite(value)}
 
     def close(self) -> None:
         """Try again to write the rows that are missing on disk, if there are any."""

@@ -85,10 +85,11 @@ class Training:
             finished = metrics
         interrupt.check()
         self.measure.finish()
-        state = self.pipe.drain(state, observe=checkpoints.observing())
+        state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
         after = self._evaluate(state)
         log.validation(steps - 1, after)
         log.finished(finished)
+        log.finished(drained)
         checkpoints.proceed(log.through, facts_of)
         checkpoints.finish()
         log.close()

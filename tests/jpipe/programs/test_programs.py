@@ -64,6 +64,11 @@ def replicated_plans(draw) -> dict:
     return fields | {"layers": LAYERS, "num_stages": len(replicas), "replicas": tuple(replicas), "microbatches": m}
 
 
+def has_norm(plan: Plan) -> bool:
+    """Whether updates of the plan can use the global norm."""
+    return not SCHEDULES[plan.schedule].norm_refusal(plan)
+
+
 def versions_alive(plan: Plan, s: int) -> int:
     """The table of versions alive, written out."""
     ahead = 1 + (1 + plan.extra_in_flight) * (plan.depth - 1 - (0 if plan.vertical_sync else s))
@@ -96,13 +101,14 @@ def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_r
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=100)
-@given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3))
-def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start):
+@given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3), global_norm=st.booleans())
+def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start, global_norm):
     plan = Plan.even(**fields)
+    options = {"start": start, "global_norm": global_norm and has_norm(plan)}
     end = start + batches
-    whole = lower(plan, end, begin=start, start=start)
-    parts = [lower(plan, t + 1, begin=t, start=start, drain=False) for t in range(start, end)]
-    parts.append(lower(plan, end, begin=end, start=start))
+    whole = lower(plan, end, begin=start, **options)
+    parts = [lower(plan, t + 1, begin=t, drain=False, **options) for t in range(start, end)]
+    parts.append(lower(plan, end, begin=end, **options))
     joined = tuple(i for part in parts for i in part.instructions)
     simulate(dataclasses.replace(whole, instructions=joined))
     assert len(joined) == len(whole.instructions)
@@ -112,10 +118,11 @@ def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields,
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
-@given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5))
-def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second):
+@given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5), global_norm=st.booleans())
+def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second, global_norm):
     plan = Plan.even(**fields)
-    steps = Steps(plan, clips=False)
+    global_norm = global_norm and has_norm(plan)
+    steps = Steps(plan, global_norm)
     joined = []
 
     def go_on(since, batch, drain):
@@ -129,15 +136,15 @@ def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between
             go_on(0 if flushes else batch - start, batch, False)
         if not flushes:
             go_on(end - start, end, True)
-        whole = lower(plan, end, begin=start, start=start)
+        whole = lower(plan, end, begin=start, start=start, global_norm=global_norm)
         simulate(dataclasses.replace(whole, instructions=tuple(joined)))
 
 
 @settings(deadline=None, max_examples=100)
-@given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), clips=st.booleans(), seed=st.integers(0, 9))
-def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, clips, seed):
+@given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), global_norm=st.booleans(), seed=st.integers(0, 9))
+def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, global_norm, seed):
     plan = Plan.even(**fields)
-    program = lower(plan, start + batches, begin=start, start=start, clips=clips and SCHEDULES[plan.schedule].flushes)
+    program = lower(plan, start + batches, begin=start, start=start, global_norm=global_norm and has_norm(plan))
     rng = random.Random(seed)
     costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), weights=7, accumulators=5) for _ in plan.stages]
     prediction = simulate(program, costs, Link(bandwidth=rng.choice([3.0, 1e9]), latency=rng.choice([0.0, 0.4])))
@@ -216,7 +223,8 @@ def test_the_words_of_each_violation():
     programs = (
         lower(Plan.even("ab", 2, "pipedream", 1), 3),
         lower(Plan.even("ab", 2, "pipedream_2bw", 4, replicas=(2, 1)), 3),
-        lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, clips=True),
+        lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, global_norm=True),
+        lower(Plan.even("ab", 2, "pipedream_2bw", 2), 3, global_norm=True),
     )
     found = set()
     for program in programs:
@@ -229,10 +237,11 @@ def test_the_words_of_each_violation():
             except ProgramError as error:
                 what = str(error).splitlines()[0].partition(": ")[2]
                 found.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
-    used = ("gradient", "inputs", "labels", "later squares", "message", "norm", "output", "residuals", "squares", "summed", "sums")
+    used = ("gradient", "inputs", "labels", "later squares", "message", "output", "residuals", "squares", "summed", "sums")
     assert found == {
         *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
         *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
+        "norm of microbatch … used before it was there",
         "deadlock, workers … wait for each other",
         "left behind: …",
         "update … after … backwards, expected …",

@@ -17,9 +17,9 @@ UNBALANCED = [
 ]
 
 
-def window_of(plan, costs, start, clips=False):
+def window_of(plan, costs, start, global_norm=False):
     """The window cut out of a run whose pipeline is empty before the batch `start`."""
-    run = simulate(lower(plan, FIRST + BATCHES + 1, begin=start, start=start, clips=clips), costs)
+    run = simulate(lower(plan, FIRST + BATCHES + 1, begin=start, start=start, global_norm=global_norm), costs)
     return extract_window(run.timeline, run.memory, plan.microbatches, FIRST, BATCHES)
 
 
@@ -45,8 +45,8 @@ def test_a_window_at_the_beginning_of_a_run_begins_with_an_empty_pipeline():
 
 def test_clipping_moves_the_updates_of_a_predicted_window():
     plan = Plan.even("abc", 3, "gpipe", M)
-    clipped = predict_window(plan, UNBALANCED, FIRST, BATCHES, clips=True)
-    assert clipped == window_of(plan, UNBALANCED, 0, clips=True)
+    clipped = predict_window(plan, UNBALANCED, FIRST, BATCHES, global_norm=True)
+    assert clipped == window_of(plan, UNBALANCED, 0, global_norm=True)
     plain = predict_window(plan, UNBALANCED, FIRST, BATCHES)
     waits = [max(span.update_wait for span in window.timeline[2]) for window in (clipped, plain)]
     assert waits[0] > waits[1] == 0

@@ -32,13 +32,21 @@ PLANS = {
 }
 
 
+CLIPPED = {
+    "GPipe": {"schedule": "gpipe"},
+    "2BW": {"schedule": "pipedream_2bw"},
+    "vertical sync": {"schedule": "pipedream", "vertical_sync": True},
+    "two pipelines of 2BW": {"schedule": "pipedream_2bw", "replicas": 2, "microbatches": 6},
+}
+
+
 def plan_of(fields):
     return jpipe.Plan.even(models.rich_stack().ids, **({"num_stages": 3, "microbatches": 3} | fields))
 
 
-def pipeline(plan, optimizer=None):
+def pipeline(plan, optimizer=None, **options):
     devices = [jax.devices()[s] for s, _ in plan.workers]
-    return Pipeline(models.rich_stack(), plan, models.masked_squares, optimizer or models.momentum(), devices)
+    return Pipeline(models.rich_stack(), plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
 
 
 def on_host(tree):
@@ -67,8 +75,17 @@ def trained(pipe, state, batches, cuts=()):
 @pytest.mark.thinned(most=6)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_from_a_cut_is_the_run_that_went_on(name):
-    plan = plan_of(PLANS[name])
-    pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
+    check_restored(name, plan_of(PLANS[name]))
+
+
+@pytest.mark.thinned(most=2)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_so_it_is_where_updates_wait_for_the_norm(name):
+    check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)
+
+
+def check_restored(name, plan, **options):
+    pipe, batches = pipeline(plan, **options), models.masked_batches(BATCHES, plan.microbatches)
     losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
     assert list(found) == list(CUTS)
     for t in CUTS if name in ("2-1-1", "vertical sync") else CUTS[1:]:

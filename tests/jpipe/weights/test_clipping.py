@@ -1,27 +1,32 @@
-"""Clipping by the global norm of all stages: exact, whatever the cut; refused where it is not there."""
+"""Clipping by the global norm of all stages: exact, whatever the cut and the schedule; refused where the norm comes too late."""
 
 import functools
+import itertools
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, lower, simulate
-from jpipe.programs import ProgramError, StageCost
+from jpipe import InputError, Layer, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe.programs import ProgramError, StageCost, predict_window
 from jpipe.programs._instructions import SumSquares, Update
 from tests.jpipe import models
-from tests.jpipe.running import check_close, check_equal, train, train_as_one_function
+from tests.jpipe.running import check_against_reference, check_close, check_equal, train, train_as_one_function
 
 STACK = models.rich_stack()
 M = 3
 FLUSHING = ["naive", "gpipe", "pipedream_flush"]
+CLIPPING = [*FLUSHING, "pipedream_2bw", "pipedream_vertical_sync"]
 NORM = 3.0  # clips some batches of this model, not all
 
 
 def pipeline(sizes, schedule, optimizer):
-    plan = models.cut(STACK.ids, sizes, microbatches=M, schedule=schedule)
+    plan = models.cut(STACK.ids, sizes, microbatches=M, **models.VARIANTS[schedule])
     return Pipeline(STACK, plan, models.masked_squares, optimizer, clip_global_norm=NORM)
 
 
@@ -30,13 +35,13 @@ def norms_of(pipe, batches):
     for batch in batches:
         state, metrics = pipe.step(state, batch)
         norms |= metrics.norms
-    return norms
+    return norms | pipe.drain(state, with_metrics=True)[1].norms
 
 
 @pytest.mark.thinned(most=1)
 @pytest.mark.newest
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize(
     "inner", [functools.cache(lambda: optax.sgd(0.3, momentum=0.9)), functools.cache(lambda: optax.adam(0.05))], ids=["momentum", "adam"]
 )
@@ -49,9 +54,38 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
     check_close(train(pipe, batches), train_as_one_function(pipe, batches))
 
 
+@pytest.mark.thinned(most=6)
+@pytest.mark.parametrize("drain_after", [set(), {2, 5}], ids=["", "drained"])
+@pytest.mark.parametrize(
+    ("sizes", "fields"),
+    [
+        ((1, 2, 1), {"schedule": "gpipe", "microbatches": 3}),
+        ((2, 2), {"schedule": "pipedream_2bw", "microbatches": 2}),
+        ((1, 2, 1), {"schedule": "pipedream_2bw", "microbatches": 3}),
+        ((1, 1, 1, 1), {"schedule": "pipedream_2bw", "microbatches": 5}),
+        ((2, 1, 1), {"schedule": "pipedream_2bw", "microbatches": 6, "extra_in_flight": 1}),
+        ((1, 3), {"schedule": "pipedream_2bw", "microbatches": 4, "replicas": (2, 1)}),
+        ((3, 1), {"schedule": "pipedream_2bw", "microbatches": 4, "replicas": (1, 2)}),
+        ((2, 2), {"schedule": "pipedream_2bw", "microbatches": 8, "replicas": (2, 2)}),
+        ((1, 1, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 1}),
+        ((1, 1, 1, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 3}),
+        ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 4, "replicas": (2, 2)}),
+        ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (1, 2)}),
+        ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (2, 1), "noam": True}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_equals_the_sequential_reference_bit_for_bit(sizes, fields, drain_after):
+    replicas = fields.get("replicas", (1,) * len(sizes))
+    ends = itertools.accumulate(sizes)
+    stages = [{"layers": STACK.ids[end - size : end], "replicas": count} for size, end, count in zip(sizes, ends, replicas, strict=True)]
+    plan = Plan(stages=stages, **{name: value for name, value in fields.items() if name != "replicas"})
+    check_against_reference(STACK, plan, drain_after, clip_global_norm=NORM)
+
+
 @pytest.mark.thinned(most=2)
-@pytest.mark.parametrize("schedule", FLUSHING)
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("schedule", CLIPPING)
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1)])
 def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):
     """Of the first batch; later ones meet the rounding of each stage's own program."""
     batches = models.masked_batches(1, M)
@@ -105,7 +139,7 @@ def test_squares_of_short_floats_are_summed_in_float32(dtype, size):
 @pytest.mark.parametrize("schedule", FLUSHING)
 def test_no_stage_updates_before_the_norm_is_there(schedule):
     plan = Plan.even("abcd", 4, schedule, M)
-    prediction = simulate(lower(plan, 3, clips=True), [StageCost(update=1.0)] * 4)
+    prediction = simulate(lower(plan, 3, global_norm=True), [StageCost(update=1.0)] * 4)
     for batch in range(3):
         first = [span for span in prediction.timeline[0] if span.updates][batch]
         for spans in prediction.timeline:
@@ -113,7 +147,7 @@ def test_no_stage_updates_before_the_norm_is_there(schedule):
 
 
 def damaged(spoil):
-    program = lower(Plan.even("abc", 3, "gpipe", 2), 2, clips=True)
+    program = lower(Plan.even("abc", 3, "gpipe", 2), 2, global_norm=True)
     instructions = list(program.instructions)
     spoil(instructions)
     return program.__class__(
@@ -141,21 +175,65 @@ def test_a_program_that_updates_too_early_is_refused():
         simulate(damaged(spoil))
 
 
+@st.composite
+def plans_without_a_flush(draw) -> dict:
+    """The fields of any plan without replicas whose schedule does not flush and has the norm in time."""
+    depth, extra, more = draw(st.integers(1, 6)), draw(st.integers(0, 2)), draw(st.integers(0, 6))
+    schedule = draw(st.sampled_from(["pipedream_2bw", "pipedream_vertical_sync"]))
+    least = max(depth, (1 + extra) * (depth - 1)) if schedule == "pipedream_2bw" else 1
+    return {"num_stages": depth, "microbatches": least + more, "extra_in_flight": extra, **models.VARIANTS[schedule]}
+
+
+@settings(deadline=None, max_examples=60)
+@given(fields=plans_without_a_flush(), batches=st.integers(1, 5), latency=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 9))
+def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, latency, seed):
+    """All computations read the versions and begin at the times that they read and begin at without clipping."""
+    plan, rng = Plan.even("abcdef", **fields), random.Random(seed)
+    costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), outputs=3, gradient=3) for _ in plan.stages]
+    rows = []
+    for global_norm in (False, True):
+        timeline = simulate(lower(plan, batches, global_norm=global_norm), costs, Link(5.0, latency)).timeline
+        rows.append([[span[:5] for span in spans] for spans in timeline])
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("replicas", [(2, 2), (3, 3, 3), (2, 1), (1, 2, 1)])
+def test_no_worker_waits_for_the_norm_behind_a_sum_over_replicas(replicas):
+    """In steady state, where sums take less than a forward and a backward."""
+    plan = Plan.even("abc", len(replicas), "pipedream_2bw", 18, replicas=replicas)
+    costs = [StageCost(accumulators=1)] * plan.depth
+    seconds = [predict_window(plan, costs, 6, 3, global_norm=norm, link=Link(bandwidth=4.0)).seconds for norm in (False, True)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+@pytest.mark.parametrize("microbatches", [4, 5, 11])
+def test_gradients_of_two_batches_are_held_never_of_three(microbatches):
+    """Counted by the simulator; the second accumulators take the place of the older version, which is released early."""
+    plan = Plan.even("abcd", 4, "pipedream_2bw", microbatches)
+    cost = StageCost(weights=1000, accumulators=1)
+    plain, clipped = (simulate(lower(plan, 6, global_norm=norm), [cost] * 4) for norm in (False, True))
+    assert set(plain.peak_bytes) == {2001}
+    assert set(clipped.peak_bytes) == {2001}  # either two versions and one set, or one version and two sets
+    aside = [sample.other for samples in clipped.memory for sample in samples]
+    assert max(aside) == 1
+
+
+STASHING = {"schedule": "pipedream", "microbatches": 2}
+
+
+@pytest.mark.parametrize("option", [{"clip_global_norm": 1.0}, {"skip_nonfinite": True}])
 @pytest.mark.parametrize(
-    ("variant", "message"),
+    ("fields", "why"),
     [
-        (
-            "pipedream",
-            "weight stashing cannot clip: .*; use a schedule that flushes \\('naive', 'gpipe', 'pipedream_flush'\\), or leave it",
-        ),
-        ("pipedream_vertical_sync", "clipping with the asynchronous schedule 'pipedream' is not supported; use a schedule that flushes"),
-        ("pipedream_2bw", "clipping with the asynchronous schedule 'pipedream_2bw' is not supported; use a schedule that flushes"),
+        (STASHING, "under weight stashing the last stage updates before .*; use vertical_sync, 'pipedream_2bw' or a schedule that flushes"),
+        (STASHING | {"vertical_sync": True, "replicas": (1, 1), "update_every": "replicas"}, "expected update_every 'batch', found"),
     ],
 )
-def test_asynchronous_schedules_say_that_they_do_not_clip(variant, message):
-    plan = Plan.even(STACK.ids, 2, microbatches=2, **models.VARIANTS[variant])
-    with pytest.raises(InputError, match=f"clip_global_norm: {message}"):
-        Pipeline(STACK, plan, models.masked_squares, optax.sgd(0.1), clip_global_norm=1.0)
+def test_weight_stashing_says_why_it_has_no_norm(fields, why, option):
+    with pytest.raises(InputError, match=f"{next(iter(option))}: {why}"):
+        Pipeline(STACK, Plan.even(STACK.ids, 2, **fields), models.masked_squares, optax.sgd(0.1), **option)
+    with pytest.raises(InputError, match=f"lower: global_norm: {why}"):
+        lower(Plan.even(STACK.ids, 2, **fields), 2, global_norm=True)
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])

@@ -81,7 +81,7 @@ def test_versions_do_not_decrease_and_are_those_of_the_last_batch_after_a_flush(
 
 def test_programs_are_verified_and_hold_the_versions_that_are_said(schedule):
     for plan in plans(schedule):
-        prediction = simulate(lower(plan, batches_until_full(plan) + 2, clips=schedule.flushes))
+        prediction = simulate(lower(plan, batches_until_full(plan) + 2, global_norm=schedule.flushes))
         for s, workers in enumerate(plan.stage_workers):
             assert max(prediction.versions_alive[w] for w in workers) == schedule.versions_alive(plan, s)
 

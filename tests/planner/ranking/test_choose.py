@@ -139,5 +139,5 @@ def test_what_really_differs_is_called_by_its_name(why):
 def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
     asked = []
     monkeypatch.setattr(planner.ranking.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
-    choose(*TRULY_DIFFERENT["sum"], clips=True)
+    choose(*TRULY_DIFFERENT["sum"], global_norm=True)
     assert asked == [True] * 3  # as it is, on free links, without sums

@@ -146,15 +146,18 @@ def test_a_file_that_is_no_config(refused, file, message):
         ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
-        (
-            "optimizer.clip_global_norm=1",
-            r"optimizer.clip_global_norm: .* schedule 'pipedream_2bw' .*; use a schedule that flushes",
-        ),
+        ("optimizer.clip_global_norm=0", r"tiny.yaml --set \S+: optimizer.clip_global_norm: expected greater than 0, found 0"),
         ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
     ],
 )
 def test_an_override_that_does_not_fit(refused, override, message):
     assert re.match(f"jpipe: {message}", refused("tiny.yaml", "--set", override))
+
+
+@pytest.mark.parametrize("override", ["optimizer.clip_global_norm=1", "optimizer.skip_nonfinite=true"])
+def test_an_option_that_weight_stashing_cannot_have(refused, override):
+    line = refused("tiny.yaml", "--set", "plan.schedule=pipedream", "--set", override)
+    assert re.match(rf"jpipe: {override.split('=')[0]}: under weight stashing the last stage updates before .*; use vertical_sync, ", line)
 
 
 @pytest.mark.parametrize("override", ["plan.schedule=gpipe", "plan={file: other.json, schedule: gpipe}"])

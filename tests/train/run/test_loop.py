@@ -23,6 +23,7 @@ from train.assemble.optimizer import optimizer
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_file
 from train.console.progress import Reporter
+from train.report import metrics_log
 from train.report.metrics_log import mean_loss, repeatable
 from train.run import loop
 
@@ -269,9 +270,45 @@ def test_a_device_that_fails_is_told(tiny, monkeypatch):
         loop.main(changed(tiny))
 
 
-def test_clipping_logs_the_norms(tiny):
-    config = changed(tiny, plan={"schedule": "gpipe"}, optimizer={"clip_global_norm": 0.1})
-    assert all(row["gradient_norm"] > 0.1 for row in rows_of(loop.main(config).folder))
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
+def test_clipping_logs_the_norms(tiny, schedule):
+    config = changed(tiny, plan={"schedule": schedule}, optimizer={"clip_global_norm": 0.1})
+    rows = rows_of(loop.main(config).folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert all(row["gradient_norm"] > 0.1 for row in rows)
+
+
+def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
+    step = jpipe.Pipeline.step
+
+    def spoiled(self, state, batch, **options):
+        state, metrics = step(self, state, batch, **options)
+        if 2 in metrics.losses:
+            metrics.losses[2] = np.nan
+        if 2 in metrics.nonfinite:
+            metrics.nonfinite[2], metrics.norms[2] = 34.0, np.nan
+        return state, metrics
+
+    monkeypatch.setattr(jpipe.Pipeline, "step", spoiled)
+    rows = rows_of(loop.main(changed(tiny, optimizer={"skip_nonfinite": True})).folder)
+    assert [row.get("skipped") for row in rows] == [None, None, 1, None, None]
+    assert "loss" not in rows[2]
+    assert "gradient_norm" not in rows[2]
+    assert "step 2: skipped, because 34 entries of its gradient are NaN or infinite" in capsys.readouterr().out
+
+
+def test_a_run_that_only_skips_ends(tiny, monkeypatch):
+    step = jpipe.Pipeline.step
+
+    def spoiled(self, state, batch, **options):
+        state, metrics = step(self, state, batch, **options)
+        metrics.nonfinite.update(dict.fromkeys(metrics.nonfinite, 1.0))
+        return state, metrics
+
+    monkeypatch.setattr(jpipe.Pipeline, "step", spoiled)
+    monkeypatch.setattr(metrics_log, "MOST_SKIPPED", 3)
+    with pytest.raises(loop.NonFiniteLoss, match="step 2: 3 steps in a row were skipped; lower"):
+        loop.main(changed(tiny, optimizer={"skip_nonfinite": True}))
 
 
 @pytest.mark.slow
