@@ -98,6 +98,8 @@ class Plan(pydantic.BaseModel):
             once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
         update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
             as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
+        flush_first: for schedules that do not flush: flush after each of the first so many batches, so that these read the newest
+            weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
         scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
         sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
             that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
@@ -122,6 +124,7 @@ class Plan(pydantic.BaseModel):
     vertical_sync: bool = False
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: Annotated[Int, Field(ge=0, le=10**9)] = 0
     scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
@@ -333,6 +336,8 @@ def _check_options(plan: Plan) -> None:
         raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
     if plan.noam and plan.extra_in_flight:
         raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")
+    if plan.flush_first and plan.update_every != "batch":
+        raise ValueError(f"flush_first needs update_every 'batch', found {plan.update_every!r}; change one of them")
     if plan.scale_learning_rate and plan.update_every != "replicas":
         raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
 

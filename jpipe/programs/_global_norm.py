@@ -26,7 +26,7 @@ class Route:
     Attributes:
         plan: what runs.
         delay: j, by how many microbatches the sums of squares follow the last microbatch of their batch.
-        first: K of batch 0; that of batch t is t m later.
+        first: K of the first batch that is not flushed; that of the t-th after it is t m later.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class Route:
     def norm_with(self, s: int, k: int) -> int | None:
         """The batch whose norm arrives at stage s with the activation of microbatch k, if any."""
         batch, rest = divmod(k - self.first, self.plan.microbatches)
-        return batch if batch >= 0 and rest < self.plan.replicas[s] else None
+        return batch + self.plan.flush_first if batch >= 0 and rest < self.plan.replicas[s] else None
 
     def root(self, batch: int) -> int:
         """The worker of stage 0 that computes the norm of a batch."""
@@ -50,9 +50,9 @@ class Route:
 
 def route_of(plan: Plan) -> Route:
     """The route of a plan whose schedule does not flush and can use the norm."""
-    schedule, last, replicas = SCHEDULES[plan.schedule], last_microbatch(plan, 0), plan.replicas[0]
+    schedule, last, replicas = SCHEDULES[plan.schedule], last_microbatch(plan, plan.flush_first), plan.replicas[0]
     needed = last + 1
-    while schedule.version(plan, 0, needed) == 0:
+    while schedule.version(plan, 0, needed) == plan.flush_first:
         needed += 1
     arrives = last + schedule.in_flight(plan, 0) * replicas
     delay = max(needed - arrives, 0) if max(plan.replicas) > 1 else 0

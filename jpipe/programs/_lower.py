@@ -64,7 +64,7 @@ def batches_until_full(plan: Plan) -> int:
     """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later."""
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
     late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # microbatches by which a sum and its update may be delayed
-    return -(-(in_flight - 1 + late) // plan.microbatches) + 1
+    return plan.flush_first + -(-(in_flight - 1 + late) // plan.microbatches) + 1
 
 
 def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
@@ -93,11 +93,11 @@ class _Run:
         self.available, self.listing = _Availability(), _Listing()
         self.route = route_of(plan) if global_norm and not self.schedule.flushes else None
         self.updates = _PendingUpdates(plan, self.available, self.listing, self.route)
-        if self.schedule.flushes:
-            for batch in range(start, batches):
-                self._empty_to_empty(batch, batch + 1, drain=True)
-        else:
-            self._empty_to_empty(start, batches, drain)
+        self.first_free = max(start, batches if self.schedule.flushes else plan.flush_first)
+        for batch in range(start, min(self.first_free, batches)):
+            self._empty_to_empty(batch, batch + 1, drain=True)
+        if self.first_free < batches:
+            self._empty_to_empty(self.first_free, batches, drain)
 
     def sets_aside(self) -> tuple[bool, ...]:
         """As in `Program`: where updates wait for a sum over replicas or, without a flush, for the norm."""
@@ -161,9 +161,9 @@ class _Run:
         return True
 
     def _norm_with(self, s: int, k: int) -> int | None:
-        """The batch since the start whose norm arrives at stage s with microbatch k, if any."""
+        """The batch whose norm arrives at stage s with microbatch k, if any; at a flush it comes in a message of its own."""
         batch = None if self.route is None else self.route.norm_with(s, k)
-        return batch if batch is not None and batch >= self.start else None
+        return batch if batch is not None and batch >= self.first_free else None
 
     def _update_before(self, worker: "_Worker", k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
@@ -205,7 +205,7 @@ class _Run:
         batch = k // every if (k // replicas + 1) % (every // replicas) == 0 else None  # that it ends
         if replicas > 1 or self.global_norm:
             self.updates.add(worker, batch, dead)
-            if self.route is not None and (ended := self.route.squares_with(k)) is not None and ended >= self.start:
+            if self.route is not None and (ended := self.route.squares_with(k)) is not None and ended >= self.first_free:
                 worker.squares_due.append(ended)
         elif batch is not None:
             self.listing.write(ends, Update(w, batch, dead))

@@ -11,13 +11,16 @@ from jpipe.programs._simulate import simulate
 class Steps:
     """Programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
 
+    The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
+
     Args:
         plan: what runs.
         global_norm: whether updates use the norm of the gradients of all stages.
     """
 
     def __init__(self, plan: Plan, global_norm: bool) -> None:
-        self._plan, self._global_norm = plan, global_norm
+        self._flushed, self._global_norm = plan.flush_first, global_norm
+        self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     @cached_property
@@ -27,7 +30,8 @@ class Steps:
         Raises:
             ProgramError: the verification fails.
         """
-        runs = tuple(self._lower(first + 2 * self._full + 1, first, first, True) for first in (0, 2 * self._full))
+        steady = self._plan.flush_first + 2 * self._full
+        runs = tuple(self._lower(start + steady + 1, start, start, True) for start in (0, steady))
         for program in runs:
             simulate(program)
         return runs
@@ -55,11 +59,13 @@ class Steps:
 
     @cached_property
     def _full(self) -> int:
-        return batches_until_full(self._plan)
+        return batches_until_full(self._plan) - self._plan.flush_first
 
     def _modelled(self, since: int, batch: int) -> tuple[int, int]:
         """The earliest place in a run where the pipeline does the same."""
-        return min(since, self._full), min(batch, 2 * self._full)
+        if batch < self._flushed:
+            return 0, 0
+        return min(since, self._full), self._plan.flush_first + min(batch - self._flushed, 2 * self._full)
 
     def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
         return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm)

@@ -81,7 +81,8 @@ class Executor:
         """Feed one batch; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
         workers, found = self._run(program, shift, state.workers, batch, observe)
-        start = state.batch + 1 if SCHEDULES[self._plan.schedule].flushes else state.start
+        is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
+        start = state.batch + 1 if is_empty else state.start
         return self.state(workers, state.batch + 1, start), self._exchange.metrics(program, shift, found)
 
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:

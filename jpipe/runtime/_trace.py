@@ -220,7 +220,8 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
         case _:
             end = (k + 1) * plan.microbatches_per_update(s)
             summed = 0 if global_norm else s  # the first stage's gradients are the last
-            last = [end - 1 + route_of(plan).delay] if global_norm and not SCHEDULES[plan.schedule].flushes else []
+            is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
+            last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
             return [(plan.worker(summed, j), op, j) for j in microbatches for op in ("B", "FB")]
 

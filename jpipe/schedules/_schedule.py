@@ -24,6 +24,8 @@ class Shape(Protocol):
     def noam(self) -> bool: ...
     @property
     def vertical_sync(self) -> bool: ...
+    @property
+    def flush_first(self) -> int: ...
     def microbatches_per_update(self, s: int) -> int: ...
 
 
@@ -71,8 +73,8 @@ class Schedule:
             the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. Forwards are
             in the order of the microbatches, and so are backwards. A stage runs FB for all of its microbatches or for none.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
-        version: `(plan, s, k) -> v`, the weight version (number of updates applied) that forward and backward of k read at stage s;
-            does not decrease with k.
+        formula: `(plan, s, k) -> v`, the weight version (number of updates applied) that forward and backward of k read at stage s,
+            both counted from the first batch that is not flushed; does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
@@ -87,13 +89,28 @@ class Schedule:
     flushes: bool
     order: Callable[[Shape, int, Sequence[int]], Iterator[Compute]]
     in_flight: Callable[[Shape, int], int]
-    version: Callable[[Shape, int, int], int] = synchronous_version
+    formula: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
     refusal: Callable[[Shape], str] = no_refusal
     norm_refusal: Callable[[Shape], str] = no_refusal
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False
+
+    def version(self, plan: Shape, s: int, k: int) -> int:
+        """The weight version that forward and backward of microbatch k read at stage s; does not decrease with k.
+
+        In the first `plan.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
+        """
+        first = plan.flush_first
+        if not first:
+            return self.formula(plan, s, k)
+        batch = k // plan.microbatches
+        return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
+
+    def flushes_after(self, plan: Shape, batch: int) -> bool:
+        """Whether the pipeline is empty after a batch."""
+        return self.flushes or batch < plan.flush_first
 
     def computations(self, plan: Shape, s: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
         """The computations of one replica of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
@@ -106,10 +123,10 @@ class Schedule:
             stop: one past the last batch.
         """
         m, replicas = plan.microbatches, plan.replicas[s]
-        spans = ((batch, batch + 1) for batch in range(start, stop)) if self.flushes else iter([(start, stop)])
-        for first, end in spans:
-            if first < end:
-                yield from self.order(plan, s, range(first * m + replica, end * m, replicas))
+        while start < stop:
+            end = start + 1 if self.flushes_after(plan, start) else stop
+            yield from self.order(plan, s, range(start * m + replica, end * m, replicas))
+            start = end
 
     def fuses(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs the forward and the backward of a microbatch as one program."""

@@ -94,10 +94,10 @@ PIPEDREAM = Schedule(
     flushes=False,
     order=pipeline_order,
     in_flight=pipeline_in_flight,
-    version=_version,
+    formula=_version,
     versions_alive=_versions_alive,
     refusal=_refusal,
     norm_refusal=_norm_refusal,
-    options=("extra_in_flight", "vertical_sync", "noam", "update_every"),
+    options=("extra_in_flight", "vertical_sync", "noam", "update_every", "flush_first"),
     closed_form="1F1B",
 )

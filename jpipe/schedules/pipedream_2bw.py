@@ -38,9 +38,9 @@ PIPEDREAM_2BW = Schedule(
     flushes=False,
     order=pipeline_order,
     in_flight=pipeline_in_flight,
-    version=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
+    formula=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
     versions_alive=lambda plan, s: 2,
     refusal=_too_few_microbatches,
-    options=("extra_in_flight",),
+    options=("extra_in_flight", "flush_first"),
     closed_form="1F1B",
 )

@@ -27,6 +27,7 @@ class Shape:
     noam: bool = False
     vertical_sync: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: int = 0
 
     @property
     def depth(self) -> int:

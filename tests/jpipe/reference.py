@@ -38,6 +38,9 @@ def every(plan, s: int) -> int:
 
 def version(plan, s: int, k: int) -> int:
     """How many updates the weights have seen that microbatch k reads at stage s."""
+    if plan.flush_first:
+        batch, free = k // plan.microbatches, plan.model_copy(update={"flush_first": 0})
+        return min(batch, plan.flush_first) + version(free, s, max(k - plan.flush_first * plan.microbatches, 0))
     if plan.schedule not in ASYNCHRONOUS:
         return k // plan.microbatches
     if plan.schedule == "pipedream_2bw":

@@ -199,6 +199,7 @@ class PlanConfig(_Section):
     vertical_sync: bool = False
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"

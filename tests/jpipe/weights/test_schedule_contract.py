@@ -16,7 +16,7 @@ from tests.jpipe.running import check_against_reference
 
 STACK = models.rich_stack()
 REPLICAS = [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 2), (2, 1, 3)]
-CHANGES = {"extra_in_flight": 2, "vertical_sync": True, "noam": True, "update_every": "replicas"}
+CHANGES = {"extra_in_flight": 2, "vertical_sync": True, "noam": True, "update_every": "replicas", "flush_first": 2}
 """Of each option of a schedule a value that is not its default."""
 
 
