@@ -263,9 +263,9 @@ def table(rows: tuple[Row, ...]) -> str:
 def written(page: str) -> str:
     """The page with the tables as they are now."""
     for name, rows in TABLES.items():
-        begin, end = f"<!-- table: {name} -->\n", "\n<!-- end -->"
-        before, _, rest = page.partition(begin)
-        page = before + begin + table(rows) + end + rest.partition(end)[2]
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        before, after = page.split(begin)
+        page = f"{before}{begin}{table(rows)}\n{end}{after.partition(end)[2]}"
     return page
 
 

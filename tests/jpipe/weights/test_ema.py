@@ -90,6 +90,18 @@ def test_another_cut_takes_the_average_over_and_fresh_optimizer_state_begins_it_
         Pipeline(STACK, second.plan, models.masked_squares, models.momentum()).check_layers(small, cut.layers(), 4)
 
 
+def test_a_batch_that_is_skipped_moves_no_average():
+    plan = Plan.even(STACK.ids, **PLANS["2BW"])
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), ema_decay=DECAY, skip_nonfinite=True)
+    batches = models.masked_batches(3, plan.microbatches)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    before = jax.tree.map(np.asarray, pipe.params(state, weights="ema"))
+    state, _ = pipe.step(state, (np.full_like(batches[0][0], np.nan), batches[0][1]))
+    running.check_equal(pipe.params(state, weights="ema"), before)
+
+
 def test_an_average_begins_with_the_weights_that_are_given():
     pipe = pipeline("flush")
     batch = models.masked_batches(1, 2)[0]
