@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.plan import Plan
+from jpipe.runtime._executor import Weights
 from jpipe.runtime._plain import filled
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._functions import Loss
@@ -54,6 +55,18 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, plan: Plan) -
     for option, used in (("clip_global_norm", clip_global_norm is not None), ("skip_nonfinite", skip_nonfinite)):
         if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
             raise InputError(f"{option}: {why}")
+
+
+def check_ema_decay(ema_decay: Any) -> None:
+    if ema_decay is not None and not (isinstance(ema_decay, (int, float, np.integer, np.floating)) and 0 <= ema_decay < 1):
+        raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
+
+
+def check_weights(weights: Any, ema_decay: float | None) -> None:
+    if weights not in get_args(Weights):
+        raise InputError(f"weights: expected 'newest' or 'ema', found {weights!r}")
+    if weights == "ema" and ema_decay is None:
+        raise InputError("weights: this pipeline keeps no average of the weights; give ema_decay to Pipeline, such as 0.999")
 
 
 def checked_metrics(metrics: Any) -> dict[str, Loss]:

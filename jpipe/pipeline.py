@@ -10,14 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._arguments import as_key, check_norm_options, check_observer, checked_metrics, given_params
+from jpipe._arguments import (
+    as_key,
+    check_ema_decay,
+    check_norm_options,
+    check_observer,
+    check_weights,
+    checked_metrics,
+    given_params,
+)
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
-from jpipe.runtime._executor import Executor
+from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import Evaluation, Metrics
@@ -55,9 +63,12 @@ class Pipeline:
             each update is made when it arrives.
         skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
             `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip.
+        ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
+            the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
+            At least 0 and below 1.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay that is none.
 
     Example:
         >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
@@ -80,6 +91,7 @@ class Pipeline:
         *,
         clip_global_norm: float | None = None,
         skip_nonfinite: bool = False,
+        ema_decay: float | None = None,
     ) -> None:
         if not isinstance(stack, LayerStack):
             raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
@@ -89,10 +101,13 @@ class Pipeline:
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
         check_norm_options(clip_global_norm, skip_nonfinite, plan)
+        check_ema_decay(ema_decay)
         self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
         self.clip_global_norm, self.skip_nonfinite = clip_global_norm, skip_nonfinite
+        self.ema_decay = None if ema_decay is None else float(ema_decay)
         self._given_devices = None if devices is None else checked_devices(devices)
-        self._builder = StageBuilder(stack, plan, loss, optimizer, clip_global_norm=clip_global_norm, skip_nonfinite=skip_nonfinite)
+        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": skip_nonfinite}
+        self._builder = StageBuilder(stack, plan, loss, optimizer, self.ema_decay, **options)
         self._steps = Steps(plan, self.uses_global_norm)
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
@@ -108,9 +123,10 @@ class Pipeline:
 
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe(self._executor.spec)}"
-        clip = "" if self.clip_global_norm is None else f", clip_global_norm={self.clip_global_norm:g}"
+        numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
+        given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
-        return f"{clip}{skip}, {where}"
+        return f"{given}{skip}, {where}"
 
     @property
     def uses_global_norm(self) -> bool:
@@ -265,11 +281,12 @@ class Pipeline:
         state = executor.average(state)
         return (state, metrics) if with_metrics else state
 
-    def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> Evaluation:
+    def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
-        The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight: then a copy
-        of the state is drained, which costs that memory for the time of the call. Layer state (batch statistics) is what each
+        The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight, and no schedule
+        holds a common average of the weights then: a copy of the state is drained, which costs that memory for the time of the call.
+        Layer state (batch statistics) is what each
         stage holds, ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has
         `sync_state` false.
 
@@ -279,12 +296,14 @@ class Pipeline:
             metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
                 stage. They are compiled when they are first seen, so give the same function objects each time. The same in all
                 processes.
+            weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
 
         Returns:
             The mean of the loss and of each metric.
 
         Raises:
-            InputError: a state that was used already, a batch unlike the one given to `init`, or a metric that does not fit.
+            InputError: a state that was used already, a batch unlike the one given to `init`, a metric that does not fit, or
+                weights="ema" without `ema_decay`.
 
         Example:
             >>> def accuracy(logits, labels):
@@ -293,22 +312,28 @@ class Pipeline:
             >>> float(evaluation.metrics["accuracy"].mean)  # doctest: +SKIP
             0.75
         """
+        check_weights(weights, self.ema_decay)
         executor, metrics = self._running(state), checked_metrics(metrics)
         count = count_microbatches(batch, rows_of(executor.spec))
         if microbatch_spec(batch, count) != executor.spec:
             raise InputError(f"batch: expected microbatches like the one of init, {describe(executor.spec)}; found {describe(batch)}")
-        return executor.evaluate(state, batch, count, metrics)
+        return executor.evaluate(state, batch, count, metrics, weights)
 
-    def params(self, state: State) -> dict[str, Tree]:
+    def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers.
 
+        Args:
+            state: any state that is not consumed.
+            weights: as in `evaluate`.
+
         Raises:
-            InputError: a state that was used already.
+            InputError: a state that was used already, or weights="ema" without `ema_decay`.
         """
-        return self._running(state).params(state)
+        check_weights(weights, self.ema_decay)
+        return self._running(state).params(state, weights)
 
     def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.

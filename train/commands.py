@@ -161,13 +161,15 @@ def export(
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     out: Annotated[str, tyro.conf.arg(metavar="FILE.safetensors")],
     step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    weights: Literal["newest", "ema"] = "newest",
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with.
 
     Args:
         folder: The folder of the run, such as runs/0001.
-        out: The file, a new one. It holds the newest parameters and the layer state, by layer id and path.
+        out: The file, a new one. It holds the parameters and the layer state, by layer id and path.
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
     """
     with interrupt.held():
         import train.checkpoint.export as exporting
@@ -175,7 +177,7 @@ def export(
     interrupt.check()
 
     try:
-        exporting.main(folder, out, step, lambda line: print(printable(line)))
+        exporting.main(folder, out, step, lambda line: print(printable(line)), weights)
     except InputError as error:
         return fail(str(error), 2)
     return 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,21 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._dependence import reached
+from jpipe.model._transformation import instead_of, unfit_mask
 
 Tree = Any
+
+
+class Averaged(NamedTuple):
+    """The state of one layer where its weights are averaged.
+
+    Attributes:
+        optimizer: what the transformation keeps.
+        weights_ema: the average of the weights, in float32 for weights of lower precision.
+    """
+
+    optimizer: Tree
+    weights_ema: Tree
 
 
 @dataclass(frozen=True)
@@ -27,22 +40,42 @@ class LayerwiseOptimizer:
         blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
             itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
             masks and labels that were given as trees need.
+        ema_decay: keep an exponential moving average of the weights with this decay, beside the state of the transformation.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
+    ema_decay: float | None = None
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
         with _optax_promotion():
-            return self.transformation.init({**self.blank, layer_id: params})
+            state = self.transformation.init({**self.blank, layer_id: params})
+            return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        state, average = (state, None) if self.ema_decay is None else state
         with _optax_promotion():
             updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
             own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
-            return optax.apply_updates(params, own), state
+            params = optax.apply_updates(params, own)
+        return params, state if average is None else Averaged(state, self._moved(average, params))
+
+    def average(self, state: Tree, params: Tree) -> Tree:
+        """The average of the weights that the state of a layer holds, in the dtypes of `params`; needs `ema_decay`."""
+        return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), state.weights_ema, params)
+
+    def _moved(self, average: Tree, params: Tree) -> Tree:
+        """The average after an update to `params`."""
+        decay = self.ema_decay
+        assert decay is not None
+        return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
+
+
+def _precise_copy(leaf: jax.Array) -> jax.Array:
+    """In memory of its own, for the weights and their average are donated separately; at least in float32."""
+    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
 
 
 @contextmanager
@@ -81,33 +114,35 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
 
     def message(error: BaseException) -> str:
+        if words := unfit_mask(transformation, specs):
+            return f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {words}"
+        instead = instead_of(transformation)
         return (
             f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
             f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
-            "more than gradients, state and params (a loss value, a function) cannot be used"
+            f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
         )
 
     with callers_code(message):
         coupled = _coupled_layers(transformation, specs)
     if coupled is not None:
-        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled))
+        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled), transformation)
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
     alone, in_structure = LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)
     with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
         tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
-        if not _difference(alone, blank, tiny):
-            return alone
-        if difference := _difference(in_structure, blank, tiny):
-            raise _refusal(difference)
-    return in_structure
+        found = alone if not _difference(alone, blank, tiny) else in_structure
+        if found is in_structure and (difference := _difference(in_structure, blank, tiny)):
+            raise _refusal(difference, transformation)
+    _check_without_parameters(found, specs)
+    return found
 
 
-def _refusal(why: str) -> InputError:
-    return InputError(
-        f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; leave out the part that "
-        "looks at all layers at once (a global norm, apply_if_finite, prodigy, D-adaptation, noise from one key); to clip by the "
-        "global norm use clip_global_norm of the pipeline"
+def _refusal(why: str, transformation: optax.GradientTransformation) -> InputError:
+    advice = instead_of(transformation) or (
+        "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
     )
+    return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}")
 
 
 def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
@@ -116,12 +151,14 @@ def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping
     marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
     with _optax_promotion():
         init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
-        update = jax.make_jaxpr(transformation.update)(dict(specs), state, dict(specs)).jaxpr
+        traced, (_, after) = jax.make_jaxpr(transformation.update, return_shape=True)(dict(specs), state, dict(specs))
+    _check_constant(state, after)
+    update = traced.jaxpr
     of_state = reached(init.jaxpr, marks)
     while True:
         results = reached(update, [*marks, *of_state, *marks])
-        of_updates, after = results[: len(marks)], results[len(marks) :]
-        grown = [old | new for old, new in zip(of_state, after, strict=True)]
+        of_updates, of_next = results[: len(marks)], results[len(marks) :]
+        grown = [old | new for old, new in zip(of_state, of_next, strict=True)]
         if grown == of_state:
             break
         of_state = grown
@@ -129,6 +166,25 @@ def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping
         if others := mark & ~own:
             return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
     return None
+
+
+def _check_constant(before: Tree, after: Tree) -> None:
+    """Refuse an optimizer whose state changes its structure, shapes or dtypes: an update is compiled once."""
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (before, after)]
+    if jax.tree.structure(before) != jax.tree.structure(after) or shapes[0] != shapes[1]:
+        raise TypeError("its update returns a state of another structure than its init, or of other shapes or dtypes")
+
+
+def _check_without_parameters(layerwise: LayerwiseOptimizer, specs: Mapping[str, Tree]) -> None:
+    """Refuse an optimizer that fails on a layer without parameters, if the model has one."""
+
+    def message(error: BaseException) -> str:
+        return f"optimizer: it fails on layer '{bare}', which has no parameters: {cause(error)}; join that layer to one that has some"
+
+    bare = next((layer_id for layer_id, tree in specs.items() if not jax.tree.leaves(tree)), None)
+    if bare is not None:
+        with callers_code(message):
+            jax.eval_shape(lambda params: layerwise.update(bare, params, layerwise.init(bare, params), params), specs[bare])
 
 
 def _some(ids: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jpipe.stages._compile import CompiledStage, compile_workers, reduced_spec, 
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
 
 Tree = Any
+Weights = Literal["newest", "ema"]
 
 
 class Executor:
@@ -118,8 +119,13 @@ class Executor:
             workers[w] = dataclasses.replace(workers[w], layer_state=averaged)
         return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
-    def settle(self, state: State) -> tuple[State, int]:
-        """(state, the newest version, in batches, that all workers of all processes hold); if there is none, for a drained copy."""
+    def settle(self, state: State, weights: Weights) -> tuple[State, int]:
+        """(state, the newest version, in batches, that all workers of all processes hold); if there is none, for a drained copy.
+
+        The moving average is held of the newest version of each stage only: with updates in flight there is no common one.
+        """
+        if weights == "ema":
+            return state if state.start == state.batch else self.drained_copy(state), state.batch
         # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
         since = 0 if state.start == state.batch else state.batch
         version = self._steps.common_version(since, state.batch)
@@ -127,28 +133,38 @@ class Executor:
             return self.drained_copy(state), state.batch
         return state, version
 
-    def evaluate(self, state: State, batch: Batch, count: int, metrics: Mapping[str, Loss]) -> Evaluation:
+    def evaluate(self, state: State, batch: Batch, count: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
         """Forward `count` microbatches; see `Pipeline.evaluate`."""
-        state, version = self.settle(state)
+        state, version = self.settle(state, weights)
         state = self.average(state)
         program = lower_evaluation(self._plan, count, version)
+        held = self._weights(state, version, weights)
         workers = {
-            w: dataclasses.replace(worker, versions=dict(worker.versions), layer_state=dict(worker.layer_state), buffers={})
+            w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
         data = read_data(program, workers, _on_host(batch), rows_of(self.spec))
         _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, data)
         return self._exchange.evaluation(found, version, list(metrics))
 
-    def params(self, state: State) -> dict[str, Tree]:
+    def params(self, state: State, weights: Weights) -> dict[str, Tree]:
         """A copy of the parameters of this process's layers, at one version for all stages."""
-        state, version = self.settle(state)
+        state, version = self.settle(state, weights)
         found: dict[str, Tree] = {}
-        for w, worker in zip(self.stages, state.workers, strict=True):
-            s, _ = self._plan.workers[w]
-            if self._plan.stages[s].layers[0] not in found:  # replicas hold the same
-                found |= worker.versions[version * self._plan.updates_per_batch(s)]
+        for w, versions in self._weights(state, version, weights).items():
+            if self._plan.stages[self._plan.workers[w][0]].layers[0] not in found:  # replicas hold the same
+                (held,) = versions.values()
+                found |= held
         return copy(found)
+
+    def _weights(self, state: State, version: int, weights: Weights) -> dict[int, dict[int, Tree]]:
+        """For each worker of this process the weights of one version, in batches, or the average at that version, by its own number."""
+        found = {}
+        for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
+            number = version * self._plan.updates_per_batch(self._plan.workers[w][0])
+            average = weights == "ema"
+            found[w] = {number: stage.functions.average_params(worker.optimizer) if average else worker.versions[number]}
+        return found
 
     def _run(
         self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None

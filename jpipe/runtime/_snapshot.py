@@ -63,7 +63,10 @@ class Snapshot:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
 
-_OTHER_OPTIMIZER = "is it of another optimizer? fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+_OTHER_OPTIMIZER = (
+    "is it of another optimizer? (With ema_decay it is another one.) "
+    "fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+)
 
 # One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))

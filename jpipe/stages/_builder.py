@@ -28,12 +28,21 @@ class StageBuilder:
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model; batches of other shapes may make other parameters.
+        ema_decay: the decay of the moving average of the weights, if there is one.
         options: fields of `StageFunctions`, the same for all stages.
     """
 
-    def __init__(self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, **options: Any) -> None:
+    def __init__(
+        self,
+        stack: LayerStack,
+        plan: Plan,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        ema_decay: float | None,
+        **options: Any,
+    ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._options = options
+        self._ema_decay, self._options = ema_decay, options
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -59,6 +68,7 @@ class StageBuilder:
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
+        layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
         self._built = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
         return self._built[1]
 

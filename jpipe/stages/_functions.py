@@ -173,6 +173,10 @@ class StageFunctions:
         """Optimizer state of new parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
 
+    def average_params(self, optimizer_state: Tree) -> Tree:
+        """The moving average of the parameters, by layer id, in their own dtypes; needs `optimizer.ema_decay`."""
+        return {i: self.optimizer.average(optimizer_state[i], params) for i, params in self.specs.params.items()}
+
     def zero_accumulators(self, params: Tree) -> Tree:
         """The accumulators at the start of a batch."""
         numbers = ("loss", "weight") if self.last else ("weight",)

@@ -31,6 +31,7 @@ def analyze(
     device: Device,
     *,
     policies: Sequence[str] = POLICIES,
+    ema_decay: float | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Profile a model for a device, without allocating it.
@@ -50,12 +51,13 @@ def analyze(
         sizes: the microbatch sizes, in rows.
         device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
         policies: the recomputation policies for which residuals are counted.
+        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes))
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), ema_decay)
     here = jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     costs = {}

@@ -29,6 +29,7 @@ def measure(
     *,
     policies: Sequence[str] = POLICIES,
     device: jax.Device | None = None,
+    ema_decay: float | None = None,
     repetitions: int = 15,
     seconds: float = 20.0,
     progress: Progress | None = None,
@@ -49,12 +50,13 @@ def measure(
         device: by default the first of this process.
         repetitions: of each program, at most; at least 3.
         seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
+        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the parts of the work that are done, and their number.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes))
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), ema_decay)
     device = device or jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     alone = [(layer_id,) for layer_id in model.distinct]
@@ -74,12 +76,18 @@ def measure(
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
+    costs = _costs(model, benches, single, meter)
+    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
+    return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
+
+
+def _costs(model: Model, benches: dict[int, Bench], single: dict[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+    """The costs of each distinct layer at each size, from the stages that were timed."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
         costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
         meter.step()
-    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
+    return costs
 
 
 def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:

@@ -1,5 +1,6 @@
 """The model to be profiled at several microbatch sizes: which of its layers are equal, and their bytes, from shapes alone."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -49,6 +50,7 @@ class Model:
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
+        ema_decay: as of a `jpipe.Pipeline`.
 
     Raises:
         InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
@@ -59,6 +61,7 @@ class Model:
     loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]]
     optimizer: optax.GradientTransformation
     sizes: tuple[int, ...]
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         if not self.sizes or any(not isinstance(rows, int) or rows < 1 for rows in self.sizes):
@@ -127,7 +130,8 @@ class Model:
 
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
-        return jpipe.model.find_layerwise(self.optimizer, {layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+        found = jpipe.model.find_layerwise(self.optimizer, {layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+        return dataclasses.replace(found, ema_decay=self.ema_decay)
 
 
 class Meter:

@@ -21,7 +21,7 @@ import numpy as np
 CASES: dict[str, dict[str, dict]] = {
     "2": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
-        "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "clip": 3.0},
+        "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "clip": 3.0, "ema": 0.5},
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -58,10 +58,10 @@ def pipeline(fields: dict):
     from jpipe import Pipeline, Plan
     from tests.jpipe import models
 
-    clip = fields.pop("clip", None)
+    clip, ema = fields.pop("clip", None), fields.pop("ema", None)
     stack = models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), clip_global_norm=clip)
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), clip_global_norm=clip, ema_decay=ema)
     return pipe, models.masked_batches(BATCHES, plan.microbatches)
 
 
@@ -76,6 +76,8 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         found |= numbers_of(metrics)
         if t == 2:
             found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[0]).items()}
+            if pipe.ema_decay is not None:
+                found["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
     state, metrics = pipe.drain(state, with_metrics=True)
     found |= numbers_of(metrics)
     found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}

@@ -34,6 +34,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         stack, loss = model.layers(config.model), model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
+        check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
             batches = data.load(config)
@@ -132,6 +133,15 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         )
     if plan.microbatches > MOST_MICROBATCHES:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
+    """Refuse to accumulate the gradients of several batches where stages update several times per batch."""
+    if batches > 1 and plan.update_every != "batch":
+        raise jpipe.InputError(
+            f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
+            f"times per batch, found {batches}; leave it out, or use update_every: batch"
+        )
 
 
 def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:

@@ -21,11 +21,11 @@ MASKS = ("mask", "weight_decay_mask")  # what optax calls the argument for `deca
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
-    """The optimizer with its learning-rate schedule over `steps` updates. (`jpipe.Pipeline` finds out whether it suits a pipeline.)
+    """The optimizer with its learning-rate schedule over a run. (`jpipe.Pipeline` finds out whether it suits a pipeline.)
 
     Args:
         config: its name and arguments.
-        steps: the updates of the run.
+        steps: the batches of the run.
         params: shapes and dtypes of the model's parameters, by layer id.
 
     Raises:
@@ -57,11 +57,11 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
         rule = factory(**arguments)
     if not isinstance(rule, optax.GradientTransformation):
         raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
-    return rule
+    return rule if config.accumulate_batches == 1 else optax.MultiSteps(rule, config.accumulate_batches).gradient_transformation()
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
-    """The learning rate of each update, by how many came before; None where that is not known.
+    """The learning rate of each batch, by how many came before; None where that is not known. (Those of one update have one rate.)
 
     It is not of an optimizer of the user's own, nor of one that has none.
 
@@ -83,11 +83,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
             found = jax.vmap(rate)(np.arange(number * _STRETCH, (number + 1) * _STRETCH, dtype=np.int32))
         return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(found, np.float64), _STRETCH)]
 
-    return lambda update: stretch(update // _STRETCH)[update % _STRETCH]
+    def of_batch(batch: int) -> float:
+        update = batch // config.accumulate_batches
+        return stretch(update // _STRETCH)[update % _STRETCH]
+
+    return of_batch
 
 
-def lr_schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule:
-    """From near 0 up to `peak` over `warmup_steps` updates, then constant, down a cosine to a tenth of it at `steps`, or as optax has it.
+def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Schedule:
+    """From near 0 up to `peak` over `warmup_steps` updates, then constant, down a cosine to a tenth of it at `updates`, or as optax has it.
 
     Raises:
         InputError: arguments that the schedule does not have, lacks or refuses.
@@ -99,7 +103,7 @@ def lr_schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Sched
         case "constant":
             after = optax.constant_schedule(peak)
         case "cosine":
-            after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=0.1)
+            after = optax.cosine_decay_schedule(peak, max(updates - warmup, 1), alpha=0.1)
         case name:
             schedule = optax_names.schedules()[name]
             rate = optax_names.rate_of(schedule)
@@ -118,7 +122,7 @@ def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> f
     parameter = parameters_of(factory)["learning_rate"]
     own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
     peak = min(config.learning_rate or own_default, LARGEST)
-    schedule = lr_schedule(config, steps, peak)
+    schedule = lr_schedule(config, steps // config.accumulate_batches, peak)
     if config.lr_schedule == "constant" and not config.warmup_steps:
         return peak
     if not optax_names.takes_schedule(parameter) and not config.inject_hyperparams:

@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,25 +18,28 @@ from jpipe.files import expanded, resolved, shown, write_atomically
 from train.console.terminal import count
 
 ENDING = ".safetensors"
+Weights = Literal["newest", "ema"]
 
 
-def main(run: str, out: str, step: int | None, report: Callable[[str], None]) -> None:
-    """Write the newest parameters and the layer state of a checkpoint into a file, which appears whole or not at all.
+def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
+    """Write the parameters and the layer state of a checkpoint into a file, which appears whole or not at all.
 
     Args:
         run: the folder of the run.
         out: the file, a new one.
         step: of the checkpoint; None: the newest that is whole.
         report: gets a line for what was written, and for each newer checkpoint that is damaged.
+        weights: the newest parameters, or their moving average.
 
     Raises:
-        InputError: no such run or checkpoint, a damaged one, or a file that cannot be written.
+        InputError: no such run or checkpoint, a damaged one, one without an average, or a file that cannot be written.
     """
     file = _new_file(out)
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", report)
-    arrays = by_name(_averaged(folder, step, checkpoint_files.read_layers(folder, step)))
+    layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
+    arrays = by_name(layers if weights == "newest" else _with_ema(layers, step))
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
@@ -67,6 +70,21 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
                 if (name := f"{before}/{path}") in found:
                     raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
                 found[name] = leaf
+    return found
+
+
+def _with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The layers with the moving average of the parameters in place of the parameters, in their dtypes."""
+    found = {}
+    for layer_id, parts in layers.items():
+        newest, optimizer = by_path(parts.get("params", {}).get("0", {})), parts.get("optimizer")
+        averages = by_path(optimizer.get("weights_ema", {})) if isinstance(optimizer, Mapping) else {}
+        if averages.keys() != newest.keys():
+            raise InputError(
+                f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{layer_id}'); "
+                "leave it out, or train with optimizer.ema_decay"
+            )
+        found[layer_id] = parts | {"params": {"0": {path: np.asarray(averages[path]).astype(leaf.dtype) for path, leaf in newest.items()}}}
     return found
 
 

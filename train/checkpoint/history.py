@@ -100,6 +100,8 @@ def optimizer_words(config: Any) -> str:
     words += [f"learning rate {rate:g}"] if isinstance(rate, int | float) else []
     words += [str(schedule)] if schedule != "constant" else []
     words += [count(warmup, "warm-up step")] if isinstance(warmup, int) and warmup else []
+    batches = config.get("accumulate_batches")
+    words += [f"an update every {batches} batches"] if isinstance(batches, int) and batches > 1 else []
     words += (
         [f"{name} {value}" for name, value in (config.get("arguments") or {}).items()] if isinstance(config.get("arguments"), dict) else []
     )

@@ -243,7 +243,8 @@ class OptimizerConfig(_Section):
 
     The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
     cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` says which parameters decay,
-    by patterns of their paths (null: matrices, not biases and norms).
+    by patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1 each update is made from the mean
+    gradient of so many batches, and schedules count these updates. `ema_decay` is that of a moving average of the weights.
     """
 
     name: str = "adamw"
@@ -256,11 +257,13 @@ class OptimizerConfig(_Section):
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
     skip_nonfinite: bool = False
     inject_hyperparams: bool = False
+    accumulate_batches: Count = 1
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @property
     def of_pipeline(self) -> dict[str, Any]:
         """The keys that are arguments of `jpipe.Pipeline`."""
-        return {"clip_global_norm": self.clip_global_norm, "skip_nonfinite": self.skip_nonfinite}
+        return {"clip_global_norm": self.clip_global_norm, "skip_nonfinite": self.skip_nonfinite, "ema_decay": self.ema_decay}
 
     @property
     def uses_global_norm(self) -> bool:
@@ -317,6 +320,15 @@ class Config(_Section):
         batch_size, microbatches = self.train.batch_size, self.plan.microbatches
         if self.plan.file is None and batch_size % microbatches:
             raise ValueError(f"train.batch_size {batch_size} is not divisible by plan.microbatches {microbatches}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _some_update_is_made(self) -> "Config":
+        if self.optimizer.accumulate_batches > self.train.steps:
+            raise ValueError(
+                f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
+                "there would be no update; change one of them"
+            )
         return self
 
     @model_validator(mode="after")

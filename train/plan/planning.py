@@ -133,10 +133,10 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(*model_parts, sizes, seconds=SECONDS, progress=progress)
+            return measure(*model_parts, sizes, seconds=SECONDS, ema_decay=parts.config.ema_decay, progress=progress)
     sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, progress=progress)
+        return analyze(*model_parts, sizes, topology.device, ema_decay=parts.config.ema_decay, progress=progress)
 
 
 def read_topology(file: str) -> Topology:

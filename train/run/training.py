@@ -28,7 +28,8 @@ class Training:
     In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
     batch t is about to enter: with the flushing schedules those after t updates; with 2BW, which is one update behind, those after
     t - 1; with weight stashing those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final
-    weights, drained; in a run of one step it is the only row, and the loss before training is in the summary only.
+    weights, drained; in a run of one step it is the only row, and the loss before training is in the summary only. With `ema_decay`
+    there is `val_loss_ema` as well, and a metric of the averaged weights for each metric: after t updates, of a copy that is drained.
 
     Attributes:
         config: how many steps, and when to evaluate.
@@ -96,7 +97,11 @@ class Training:
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
 
     def _evaluate(self, state: jpipe.State) -> list[jpipe.Evaluation]:
-        return [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
+        found = [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
+        if self.pipe.ema_decay is None:
+            return found
+        averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch in self.held_out]
+        return [_beside(newest, ema) for newest, ema in zip(found, averaged, strict=True)]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
         """The validation before training, logged; a run that is resumed has it in its checkpoint."""
@@ -128,3 +133,9 @@ class Training:
             raise RunStopped(f"stopped by {name_of(number)}; the checkpoint of step {cut} could not be written")
         assert cut is not None
         return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number)
+
+
+def _beside(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
+    """An evaluation with the loss and the metrics of the averaged weights among its metrics, as `loss_ema` and so on."""
+    of_average = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
+    return newest._replace(metrics={f"{name}_ema": mean for name, mean in of_average.items()} | dict(newest.metrics))

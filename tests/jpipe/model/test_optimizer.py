@@ -1,13 +1,14 @@
 """Which optimizers a pipeline takes, that it applies those exactly, and clipping by the global norm."""
 
-import chex
 import jax
 import numpy as np
 import optax
 import pytest
 
+from docs import optimizers
 from jpipe import InputError
 from jpipe.model._optimizer import find_layerwise
+from train.config import optax_names
 
 RATE = 1e-2
 
@@ -39,28 +40,16 @@ def on_a_ball(radius):
 
 
 SPLIT = {
-    "sgd": optax.sgd(RATE, momentum=0.9),
     "adam": optax.adam(RATE),
-    "adamw, no mask": optax.adamw(RATE),
-    "adamw, a function as mask": optax.adamw(RATE, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     "adamw, a tree as mask": optax.adamw(RATE, mask=NO_BIAS),
-    "adamw, one word a layer as mask": optax.adamw(RATE, mask={layer_id: layer_id != "head" for layer_id in SPECS}),
     "labels": optax.partition({"slow": optax.sgd(1e-3), "fast": optax.adam(RATE)}, KIND),
-    "lion": optax.lion(RATE),
-    "lamb": optax.lamb(RATE),
-    "lars": optax.lars(RATE),
-    "adafactor": optax.adafactor(RATE),
-    "muon": optax.contrib.muon(RATE),
-    "schedule": optax.adam(optax.warmup_cosine_decay_schedule(0.0, RATE, 3, 10)),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=RATE),
-    "accumulation": optax.MultiSteps(optax.adam(RATE), 3).gradient_transformation(),
     "clipping of each layer": optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(RATE)),
     "frozen": optax.set_to_zero(),
     "first layers frozen, by their place": optax.masked(
         optax.set_to_zero(), lambda params: {i: n < 2 for n, i in enumerate(sorted(params))}
     ),
 }
-NEED_STRUCTURE = {"adamw, a tree as mask", "adamw, one word a layer as mask", "labels", "first layers frozen, by their place"}
+NEED_STRUCTURE = {"adamw, a tree as mask", "labels", "first layers frozen, by their place"}
 WHOLE = {
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)),
     "clip, seldom": optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(RATE)),
@@ -90,12 +79,41 @@ WHOLE = {
     "noise from one key": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(RATE)),
     "normalize": optax.chain(optax.contrib.normalize(), optax.sgd(RATE)),
 }
+RATE_OF_ITS_OWN = "adamw with a learning-rate schedule"
+WAYS_OUT = {
+    "apply_if_finite": "skip_nonfinite of the pipeline",
+    "skip_not_finite": "skip_nonfinite of the pipeline",
+    **dict.fromkeys(("prodigy", "prodigy without NaN", "dadapt_adamw", "dadapt_adamw without NaN"), RATE_OF_ITS_OWN),
+    "parameters on a ball": "leave out the part that looks at all layers at once",
+    "all in one": "leave out optax.flatten",
+    "noise from one key": "optax.partition with an add_noise for each layer",
+}
 
 
-@pytest.mark.thinned(most=6)
+OFTEN = {"`adamw`", "`lion`", "`lamb`", "`inject_hyperparams`", "an `add_noise` for each layer"}
+OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
+
+
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated')
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[] if row.name in OFTEN else pytest.mark.slow) for row in optimizers.ROWS]
+)
+def test_a_row_of_the_tables_is_true(row):
+    """It works layer by layer as on the whole model, or is refused with the words of the row."""
+    assert optimizers.check(row) == ""
+
+
+def test_the_tables_are_those_of_the_page():
+    text = optimizers.PAGE.read_text()
+    assert optimizers.written(text) == text, "run python -m docs.optimizers"
+    assert len({row.name for row in optimizers.ROWS}) == len(optimizers.ROWS)
+    deprecated = {"optimistic_adam", "multi_transform"}
+    assert {name for name in optax_names.optimizers() if f"`{name}`" not in text} <= deprecated
+
+
 @pytest.mark.parametrize("name", SPLIT)
-def test_optimizers_that_treat_every_layer_by_itself_are_taken(name):
-    """Layer by layer, and in the structure of the whole model only where a tree needs that."""
+def test_the_structure_of_the_model_is_there_where_a_tree_needs_it(name):
     assert bool(find_layerwise(SPLIT[name], SPECS).blank) == (name in NEED_STRUCTURE)
 
 
@@ -103,15 +121,15 @@ def test_optimizers_that_treat_every_layer_by_itself_are_taken(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
     why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not what it is without the others)"
-    expected = rf"optimizer: it cannot be applied layer by layer, .*: {why}; leave out .* use clip_global_norm of the pipeline"
-    with pytest.raises(InputError, match=expected):
+    instead = WAYS_OUT.get(name, "clip_global_norm of the pipeline")
+    with pytest.raises(InputError, match=rf"optimizer: it cannot be applied layer by layer, .*: {why}; instead: {instead}"):
         find_layerwise(WHOLE[name], SPECS)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_with_the_parameters_in_one_layer_there_is_nothing_to_split(name):
     if name != "clip some layers":
-        find_layerwise(WHOLE[name], {"act": {}, "only": SPECS["block_0"]})
+        find_layerwise(WHOLE[name], {"act": {}, "only": SPECS["block_0"]} if name != "all in one" else {"only": SPECS["block_0"]})
 
 
 @pytest.mark.parametrize("name", ["adam", "first layers frozen, by their place"])
@@ -142,7 +160,7 @@ def test_small_dtypes_are_probed_too(dtype):
         (optax.MultiSteps(optax.adam(RATE), 2), r"found MultiSteps; call its .gradient_transformation\(\)"),
         (optax.polyak_sgd(), "optimizer: it fails on parameters .* missing 1 required keyword-only argument: 'value'; .* .a loss value"),
         (
-            optax.adamw(RATE, mask={"embed": True}),
+            optax.partition({"slow": optax.sgd(RATE)}, KIND),
             r"optimizer: it fails on parameters .*{'embed': params, …}: .* masks and labels given as",
         ),
     ],
@@ -152,23 +170,29 @@ def test_what_cannot_be_an_optimizer_of_a_pipeline_is_refused(optimizer, message
         find_layerwise(optimizer, SPECS)
 
 
-@pytest.mark.thinned(most=4)
-@pytest.mark.parametrize("name", SPLIT)
-def test_layer_by_layer_gives_the_updates_of_the_whole(name):
-    """Not the probe's own numbers: other shapes, other gradients, optax called as a user would call it."""
-    generator = np.random.default_rng(5)
-    params = jax.tree.map(lambda leaf: jax.numpy.asarray(generator.normal(size=leaf.shape), leaf.dtype), SPECS)
-    layerwise = find_layerwise(SPLIT[name], SPECS)
-    states = {layer_id: layerwise.init(layer_id, tree) for layer_id, tree in params.items()}
-    whole = params
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        whole_state = SPLIT[name].init(params)
-    for _ in range(4):
-        gradients = jax.tree.map(lambda leaf: jax.numpy.asarray(generator.normal(size=leaf.shape), leaf.dtype), SPECS)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, whole_state = SPLIT[name].update(gradients, whole_state, whole)
-            whole = optax.apply_updates(whole, updates)
-        for layer_id, tree in params.items():
-            params[layer_id], states[layer_id] = layerwise.update(layer_id, gradients[layer_id], states[layer_id], tree)
-    chex.assert_trees_all_equal_shapes_and_dtypes(whole, params)
-    chex.assert_trees_all_close(whole, params, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_7": True}, "the model has no 'block_7'; the nearest is 'block_1'"),
+        ({"head": {"kernel": True, "scal": True}}, "the model has no 'head/scal'; the nearest is 'head/scale'"),
+        ({"head": {"kernel": True}}, "it lacks 'head/scale'; name all layers and parameters, or give a function"),
+        ({"head": {"kernel": {"in": True}, "scale": True}}, "'head/kernel' is one array in the model; give one value for it"),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_model_is_refused_with_the_nearest_name(changes, message):
+    mask = NO_BIAS | changes
+    for rule in (
+        optax.adamw(RATE, mask=mask),
+        optax.chain(optax.clip(1.0), optax.masked(optax.sgd(RATE), mask)),
+        optax.MultiSteps(optax.partition({True: optax.sgd(RATE), False: optax.set_to_zero()}, mask), 2).gradient_transformation(),
+        optax.inject_hyperparams(optax.lion)(RATE, mask=mask),
+    ):
+        with pytest.raises(InputError) as caught:
+            find_layerwise(rule, SPECS)
+        assert str(caught.value) == f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {message}"
+
+
+def test_a_mask_lacks_a_layer_without_parameters():
+    mask = {layer_id: True for layer_id in SPECS if layer_id != "act"}
+    with pytest.raises(InputError, match="does not fit the model: it lacks 'act'; name all layers"):
+        find_layerwise(optax.adamw(RATE, mask=mask), SPECS)

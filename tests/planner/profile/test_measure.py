@@ -99,3 +99,9 @@ def test_equal_layers_are_known_whatever_their_optimizer_does():
     model = Model(stack, ones, loss, masked, (2,))
     assert model.like == {"in": "in", "a": "a", "b": "b", "c": "a", "out": "out"}
     assert model.stage(["b"], 2).cost.optimizer < model.stage(["a"], 2).cost.optimizer
+
+
+def test_the_average_of_the_weights_counts_as_optimizer_state():
+    stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "out")})
+    plain, averaged = (Model(stack, ones, loss, optax.adam(1e-3), (2,), decay).stage(["in"], 2).cost for decay in (None, 0.9))
+    assert averaged.optimizer == plain.optimizer + plain.weights

@@ -1,5 +1,6 @@
 """What is taken out of a run, `jpipe export` and plain Orbax, and what begins with it, `warm_start`."""
 
+import json
 import re
 import runpy
 import shutil
@@ -244,6 +245,38 @@ def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_lef
     check_equal(export.by_name(layers), {"norm.0/a/b": w, "norm.0 state/mean": mean, "one/array": w})
     with pytest.raises(InputError, match="two arrays of the checkpoint would both be 'norm state/mean'"):
         export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
+
+
+def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
+    """With a decay of 0 it is the weights themselves."""
+    sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}
+    of_weights = {"eval": {"metrics": {"accuracy": "accuracy"}}, "optimizer": {"ema_decay": 0.0, "accumulate_batches": 2}}
+    run = loop.main(changed(home.data | {"run": {"dir": str(tmp_path / "run")}}, **sections, **of_weights)).folder
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if "val_loss" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 4, 5]
+    assert set(evaluated[0]) >= {"val_loss", "val_loss_ema", "val_accuracy", "val_accuracy_ema"}
+    assert [evaluated[i]["val_loss_ema"] for i in (0, 3)] == [evaluated[i]["val_loss"] for i in (0, 3)]  # at rest
+    assert len({row["val_loss_ema"] for row in evaluated}) == 4, "an update every two batches, seen at once after a drain"
+    assert evaluated[1]["val_loss"] == evaluated[0]["val_loss"], "2BW is a batch behind"
+    check_equal(*(exported(run, tmp_path / f"{weights}.safetensors", weights) for weights in ("newest", "ema")))
+    assert cli.main(["export", str(home.run), "--out", str(tmp_path / "no.safetensors"), "--weights", "ema"]) == 2
+    refusal = "--weights: the checkpoint of step 40 has no moving average of the weights (layer 'embed'); leave it out, or train with"
+    assert refusal in capsys.readouterr().err
+
+
+def exported(run, file, weights) -> dict:
+    assert cli.main(["export", str(run), "--out", str(file), "--weights", weights]) == 0
+    return load_file(file)
+
+
+def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
+    w = np.ones(3, ml_dtypes.bfloat16)
+    layers = {
+        "a": {"params": {"0": {"w": w}}, "optimizer": {"optimizer": {}, "weights_ema": {"w": np.full(3, 0.5, np.float32)}}},
+        "act": {},
+    }
+    check_equal(export.by_name(export._with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
 def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):

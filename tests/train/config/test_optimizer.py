@@ -11,10 +11,12 @@ import optax
 import optax.contrib
 import pytest
 
+import jpipe
 from jpipe import InputError
 from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
-from train.assemble.optimizer import lr_schedule, optimizer
+from train.assemble.build import check_accumulation
+from train.assemble.optimizer import learning_rate, lr_schedule, optimizer
 from train.config import optax_names
 from train.config.config import OptimizerConfig
 
@@ -359,3 +361,33 @@ def test_an_optimizer_of_ones_own():
 def test_a_mistake_in_an_optimizer_of_ones_own(keys, message):
     with pytest.raises(InputError, match=re.escape(message)):
         made(**keys)
+
+
+def test_two_batches_accumulated_are_one_of_twice_the_size():
+    keys = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "cosine", "arguments": {"momentum": 0.9}}
+    rule, whole = made(8, accumulate_batches=2, **keys), made(4, **keys)
+    generator = np.random.default_rng(0)
+    params = found = jax.tree.map(jnp.asarray, PARAMS)
+    state, state_of_whole = rule.init(params), whole.init(params)
+    for _ in range(4):
+        both = [jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), PARAMS) for _ in range(2)]
+        for gradient in both:
+            updates, state = rule.update(gradient, state, found)
+            found = optax.apply_updates(found, updates)
+        updates, state_of_whole = whole.update(jax.tree.map(lambda a, b: (a + b) / 2, *both), state_of_whole, params)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(found, params, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rate_that_is_logged_is_that_of_the_update():
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, lr_schedule="cosine", warmup_steps=1, accumulate_batches=2)
+    rate, every = learning_rate(config, 7), learning_rate(config.model_copy(update={"accumulate_batches": 1}), 3)
+    assert [rate(batch) for batch in range(7)] == [every(0), every(0), every(1), every(1), every(2), every(2), every(3)]
+    assert every(0) == 0.5
+
+
+def test_batches_are_not_accumulated_where_stages_update_several_times_in_one():
+    plan = jpipe.Plan.even("ab", 2, "pipedream", 4, replicas=[2, 1], update_every="replicas")
+    check_accumulation(plan, 1)
+    with pytest.raises(InputError, match=r"optimizer.accumulate_batches: expected 1 for a plan with update_every 'replicas', .* found 2"):
+        check_accumulation(plan, 2)

@@ -1,0 +1,276 @@
+"""Which optimizers of optax a pipeline takes: the tables of optimizers.md, tried and written by `python -m docs.optimizers`."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+
+from jpipe import InputError
+from jpipe.model import find_layerwise
+
+PAGE = Path(__file__).with_name("optimizers.md")
+RATE = 1e-2
+STEPS = 4
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "embed": {"table": (5, 4)},
+    "act": {},
+    "block_0": {"kernel": (4, 4), "bias": (4,)},
+    "block_1": {"kernel": (4, 4), "bias": (4,)},
+    "head": {"kernel": (4, 5)},
+}
+"""Of the parameters of a small model, by layer id."""
+MATRICES = {layer_id: {name: len(shape) > 1 for name, shape in layer.items()} for layer_id, layer in SHAPES.items()}
+EMBEDDING = {layer_id: layer_id == "embed" for layer_id in SHAPES}
+PARTS = {layer_id: "slow" if layer_id == "embed" else "fast" for layer_id in SHAPES}
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        name: of the optimizer, in Markdown.
+        make: returns it.
+        instead: what to use in place of one that is refused, named in the refusal as well; "" for one that works layer by layer.
+        remark: what else to know.
+        in_structure: whether a layer has to stand in the structure of the whole model.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    instead: str = ""
+    remark: str = ""
+    in_structure: bool = False
+
+
+def _by_name(module: Any, prefix: str, names: str, instead: str = "", remark: str = "", **arguments: Any) -> list[Row]:
+    """Optimizers of a module that take a learning rate."""
+    return [
+        Row(f"`{prefix}{name}`", functools.partial(getattr(module, name), **{"learning_rate": RATE} | arguments), instead, remark)
+        for name in names.split()
+    ]
+
+
+def _noise_of_its_own() -> Any:
+    noises = {layer_id: optax.add_noise(0.1, 0.55, jax.random.key(n)) for n, layer_id in enumerate(SHAPES)}
+    return optax.chain(optax.partition(noises, {layer_id: layer_id for layer_id in SHAPES}), optax.sgd(RATE))
+
+
+def _before_sgd(transformation: Any) -> Any:
+    return optax.chain(transformation, optax.sgd(RATE))
+
+
+def _scheduled(schedule: Any) -> Callable[[], Any]:
+    return lambda: optax.adam(schedule)
+
+
+def _skipping(function: Any) -> Any:
+    return optax.MultiSteps(optax.adam(RATE), 2, should_skip_update_fn=function).gradient_transformation()
+
+
+_RATE = "`adamw` with a learning-rate schedule, or `schedule_free_adamw`"
+_NOISE = "`optax.partition` with an `add_noise` for each layer, each with its own key"
+_CLIP = "`clip_global_norm` of the pipeline"
+_SKIP = "`skip_nonfinite` of the pipeline"
+_NORMS = f"{_CLIP}, or `lamb` or `lars`"
+
+OPTIMIZERS = (
+    Row("`sgd`", lambda: optax.sgd(RATE)),
+    Row("`sgd` with momentum", lambda: optax.sgd(RATE, 0.9)),
+    Row("`sgd` with Nesterov momentum", lambda: optax.sgd(RATE, 0.9, nesterov=True)),
+    *_by_name(optax, "", "adam adamw nadam nadamw radam amsgrad adamax adamaxw adabelief adan yogi lion lamb lars"),
+    *_by_name(optax, "", "adafactor", remark="moments are factored matrix by matrix"),
+    *_by_name(optax.contrib, "contrib.", "muon", remark="matrices by Muon, other parameters by Adam"),
+    *_by_name(optax, "", "adadelta adagrad fromage novograd rmsprop rprop sign_sgd signum sm3"),
+    *_by_name(optax, "", "optimistic_adam_v2 optimistic_gradient_descent"),
+    *_by_name(optax.contrib, "contrib.", "acprop ademamix simplified_ademamix adopt cocob madgrad"),
+    *_by_name(
+        optax.contrib,
+        "contrib.",
+        "schedule_free_sgd schedule_free_adamw",
+        remark="`evaluate` has the weights of training, not those of `schedule_free_eval_params`",
+    ),
+    Row(
+        "`contrib.sam`",
+        lambda: optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.1)),
+        remark="every second update is an adversarial step, whose weights `evaluate` has in between",
+    ),
+    Row(
+        "`contrib.sam` with `contrib.normalize`",
+        lambda: optax.contrib.sam(optax.sgd(RATE), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))),
+        _NORMS,
+    ),
+    *_by_name(optax.contrib, "contrib.", "prodigy dadapt_adamw dog dowg", _RATE, "the step size is computed from all gradients"),
+    Row("`contrib.mechanize`", lambda: optax.contrib.mechanize(optax.sgd(RATE)), _RATE, "the step size is computed from all gradients"),
+    *_by_name(optax, "", "lbfgs", _RATE, "the update needs the loss as a value or as a function"),
+    Row("`polyak_sgd`", optax.polyak_sgd, _RATE, "the update needs the loss as a value or as a function"),
+    *_by_name(optax.contrib, "contrib.", "momo momo_adam sophia", _RATE, "the update needs the loss as a value or as a function"),
+    *_by_name(
+        optax.contrib,
+        "contrib.",
+        "galore",
+        "join such a layer to the next one",
+        "fails on a layer without parameters; works for other models",
+    ),
+    Row("`noisy_sgd`", lambda: optax.noisy_sgd(RATE, key=0), _NOISE),
+    Row(
+        "`contrib.dpsgd`",
+        lambda: optax.contrib.dpsgd(RATE, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
+        "leave it out",
+        "a pipeline has no gradients of single examples",
+    ),
+)
+
+SCHEDULES = (
+    Row("`constant_schedule`", _scheduled(optax.constant_schedule(RATE))),
+    Row("`linear_schedule`", _scheduled(optax.linear_schedule(RATE, 0.0, 10))),
+    Row("`polynomial_schedule`", _scheduled(optax.polynomial_schedule(RATE, 0.0, 2, 10))),
+    Row("`exponential_decay`", _scheduled(optax.exponential_decay(RATE, 2, 0.5))),
+    Row("`cosine_decay_schedule`", _scheduled(optax.cosine_decay_schedule(RATE, 10))),
+    Row("`piecewise_constant_schedule`", _scheduled(optax.piecewise_constant_schedule(RATE, {2: 0.1}))),
+    Row("`piecewise_interpolate_schedule`", _scheduled(optax.piecewise_interpolate_schedule("linear", RATE, {2: 0.1}))),
+    Row("`warmup_constant_schedule`", _scheduled(optax.warmup_constant_schedule(0.0, RATE, 2))),
+    Row("`warmup_cosine_decay_schedule`", _scheduled(optax.warmup_cosine_decay_schedule(0.0, RATE, 2, 10))),
+    Row("`warmup_exponential_decay_schedule`", _scheduled(optax.warmup_exponential_decay_schedule(0.0, RATE, 2, 10, 0.5))),
+    Row("`linear_onecycle_schedule`", _scheduled(optax.linear_onecycle_schedule(10, RATE))),
+    Row("`cosine_onecycle_schedule`", _scheduled(optax.cosine_onecycle_schedule(10, RATE))),
+    Row(
+        "`sgdr_schedule`",
+        _scheduled(optax.sgdr_schedule([{"init_value": 0.0, "peak_value": RATE, "decay_steps": 4, "warmup_steps": 1}] * 2)),
+    ),
+    Row("`join_schedules`", _scheduled(optax.join_schedules([optax.constant_schedule(RATE), optax.constant_schedule(0.0)], [2]))),
+    Row("`inject_hyperparams`", lambda: optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(RATE, 10), weight_decay=0.1)),
+    Row(
+        "`contrib.reduce_on_plateau`",
+        lambda: optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau()),
+        _RATE,
+        "the update needs the loss as a value or as a function",
+    ),
+)
+
+WRAPPERS = (
+    Row("a mask that is a function", lambda: optax.adamw(RATE, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params))),
+    Row("a mask that is a tree", lambda: optax.adamw(RATE, mask=MATRICES), in_structure=True),
+    Row("a mask with one value for each layer", lambda: optax.adamw(RATE, mask=EMBEDDING), in_structure=True),
+    Row(
+        "`partition` (`multi_transform`)",
+        lambda: optax.partition({"slow": optax.sgd(1e-3), "fast": optax.adam(RATE)}, PARTS),
+        in_structure=True,
+    ),
+    Row("`selective_transform`", lambda: optax.selective_transform(optax.adam(RATE), freeze_mask=EMBEDDING), in_structure=True),
+    Row("`named_chain`", lambda: optax.named_chain(("adam", optax.scale_by_adam()), ("rate", optax.scale(-RATE)))),
+    Row(
+        "`MultiSteps(…).gradient_transformation()`",
+        lambda: optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(),
+        remark="accumulates over batches; in a config `accumulate_batches`",
+    ),
+    Row("`MultiSteps(…)` itself", lambda: optax.MultiSteps(optax.adam(RATE), 2), "its `.gradient_transformation()`"),
+    Row("`apply_every`", lambda: _before_sgd(optax.apply_every(2))),
+    Row("`MultiSteps` with `skip_not_finite`", lambda: _skipping(optax.skip_not_finite), _SKIP),
+    Row(
+        "`MultiSteps` with `skip_large_updates`",
+        lambda: _skipping(functools.partial(optax.skip_large_updates, max_squared_norm=1.0)),
+        _CLIP,
+    ),
+    Row("`apply_if_finite`", lambda: optax.apply_if_finite(optax.adam(RATE), 3), _SKIP),
+    Row("`zero_nans`", lambda: _before_sgd(optax.zero_nans()), remark="sets single numbers to zero, and skips no batch"),
+    Row("`clip_by_global_norm`", lambda: _before_sgd(optax.clip_by_global_norm(1.0)), _CLIP),
+    Row("`normalize_by_update_norm`", lambda: _before_sgd(optax.normalize_by_update_norm()), _NORMS),
+    Row("`contrib.normalize`", lambda: _before_sgd(optax.contrib.normalize()), _NORMS),
+    Row("`clip`", lambda: _before_sgd(optax.clip(0.1))),
+    Row("`clip_by_block_rms`", lambda: _before_sgd(optax.clip_by_block_rms(0.1))),
+    Row("`adaptive_grad_clip`", lambda: _before_sgd(optax.adaptive_grad_clip(0.1))),
+    Row("`centralize`", lambda: _before_sgd(optax.centralize())),
+    Row("`add_decayed_weights`", lambda: _before_sgd(optax.add_decayed_weights(0.1))),
+    Row("`keep_params_nonnegative`", lambda: optax.chain(optax.sgd(RATE), optax.keep_params_nonnegative())),
+    Row("`add_noise`", lambda: _before_sgd(optax.add_noise(0.1, 0.55, jax.random.key(0))), _NOISE),
+    Row("an `add_noise` for each layer", _noise_of_its_own, in_structure=True),
+    Row("`ema`", lambda: _before_sgd(optax.ema(0.9)), remark="averages gradients; for weights use `ema_decay` of the pipeline"),
+    Row("`lookahead`", lambda: optax.lookahead(optax.sgd(RATE), 5, 0.5), "`ema_decay` of the pipeline"),
+    Row(
+        "`scale_by_backtracking_linesearch`",
+        lambda: optax.chain(optax.sgd(RATE), optax.scale_by_backtracking_linesearch(10)),
+        _RATE,
+        "the update needs the loss as a value or as a function",
+    ),
+    Row("`flatten`", lambda: optax.flatten(optax.adam(RATE)), "leave it out"),
+    Row("`monitor`", lambda: _before_sgd(optax.monitor({"norm": optax.tree.norm})), f"leave it out; with {_CLIP} a step returns the norm"),
+)
+
+TABLES = {"optimizers": OPTIMIZERS, "learning rates": SCHEDULES, "wrappers and parts": WRAPPERS}
+ROWS = tuple(itertools.chain(*TABLES.values()))
+
+
+def check(row: Row) -> str:
+    """How the row is wrong, or "": one that works gives the same numbers layer by layer as on the whole model; another is refused.
+
+    In float64 the numbers are equal to rounding, if `jax_enable_x64` is set.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)
+    specs = {i: {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in layer.items()} for i, layer in SHAPES.items()}
+    try:
+        layerwise = find_layerwise(row.make(), specs)
+    except InputError as error:
+        missing = [word for word in re.findall(r"`\.?(\w+)", row.instead) if word not in str(error)]
+        return f"{row.name} is refused: {error}" if not row.instead else f"{missing} is not in: {error}" if missing else ""
+    if row.instead:
+        return f"{row.name} works"
+    if bool(layerwise.blank) != row.in_structure:
+        return f"{row.name}: in_structure is {not row.in_structure}"
+    return "" if _difference(row.make(), layerwise, specs) < 1e-12 else f"{row.name} gives other numbers layer by layer"
+
+
+def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
+    """The largest difference between the parameters after some updates of the whole model and of its layers."""
+    generator = np.random.default_rng(5)
+
+    def random_tree() -> dict[str, Any]:
+        return jax.tree.map(lambda spec: jnp.asarray(generator.normal(size=spec.shape), spec.dtype), specs)
+
+    whole = random_tree()
+    layers = dict(whole)
+    states = {layer_id: layerwise.init(layer_id, params) for layer_id, params in layers.items()}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = rule.init(whole)
+        for _ in range(STEPS):
+            gradients = random_tree()
+            updates, state = rule.update(gradients, state, whole)
+            whole = optax.apply_updates(whole, updates)
+            for layer_id, params in layers.items():
+                layers[layer_id], states[layer_id] = layerwise.update(layer_id, gradients[layer_id], states[layer_id], params)
+    differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole, layers)
+    return max(jax.tree.leaves(differences))
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The table in Markdown; neighbours of which the same is true share a line."""
+    lines = ["| optax | layer by layer | instead | remark |", "|---|---|---|---|"]
+    for (instead, remark), group in itertools.groupby(rows, lambda row: (row.instead, row.remark)):
+        names = ", ".join(row.name for row in group)
+        lines.append(
+            f"| {names} | {'refused' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |")
+        )
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the tables as they are now."""
+    for name, rows in TABLES.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        before, after = page.split(begin)
+        page = f"{before}{begin}{table(rows)}\n{end}{after.partition(end)[2]}"
+    return page
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    if wrong := [words for row in ROWS if (words := check(row))]:
+        raise SystemExit("\n".join(wrong))
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
