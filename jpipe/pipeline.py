@@ -13,6 +13,7 @@ import optax
 from jpipe._arguments import as_key, check_clipping, check_observer, checked_metrics, given_params
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
+from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
@@ -52,6 +53,7 @@ class Pipeline:
             processes, several neighbouring workers to a device where there are too few.
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For the schedules that flush.
+        precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip.
@@ -76,6 +78,7 @@ class Pipeline:
         devices: Sequence[jax.Device] | None = None,
         *,
         clip_global_norm: float | None = None,
+        precision: Precision = PLAIN,
     ) -> None:
         if not isinstance(stack, LayerStack):
             raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
@@ -86,10 +89,11 @@ class Pipeline:
         plan.check_layers(stack.ids)
         if clip_global_norm is not None:
             check_clipping(clip_global_norm, plan)
-        self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
-        self.clip_global_norm = clip_global_norm
+        check_precision(precision)
+        self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
+        self.clip_global_norm, self.precision = clip_global_norm, precision
         self._given_devices = None if devices is None else checked_devices(devices)
-        self._builder = StageBuilder(stack, plan, loss, optimizer, clip_global_norm)
+        self._builder = StageBuilder(self.stack, plan, loss, optimizer, clip_global_norm, precision)
         self._steps = Steps(plan, clip_global_norm is not None)
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
@@ -106,7 +110,8 @@ class Pipeline:
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe(self._executor.spec)}"
         clips = "" if self.clip_global_norm is None else f", clip_global_norm={self.clip_global_norm:g}"
-        return f"{clips}, {where}"
+        precision = "" if self.precision == PLAIN else f", {self.precision}"
+        return f"{clips}{precision}, {where}"
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -284,7 +289,8 @@ class Pipeline:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
-        its own workers.
+        its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
+        are in flight, a copy of the state is drained, and the masters are those after its last update.
 
         Raises:
             InputError: a state that was used already.
@@ -353,8 +359,8 @@ def _fresh_worker(
     for layer_id in f.stage.layers:
         fresh, state[layer_id] = initializers[layer_id, stage.device](jax.device_put(f.stack.init_key(layer_id, key), stage.device))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-    optimizer, accumulators = jax.device_put([start(params) for start in compile_start(f, stage.device)], stage.device)
-    return WorkerState({0: params}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
+    version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(params), stage.device)
+    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
 
 
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,21 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._dependence import reached
+from jpipe.model._precision import wider
 
 Tree = Any
+
+
+class WithMasters(NamedTuple):
+    """The optimizer state of a layer whose parameters are kept in fewer bits: the parameters in float32, and the state of optax."""
+
+    masters: Tree
+    state: Tree
+
+
+def masters_of(params: Tree) -> Tree:
+    """Parameters in float32, or wider where they are."""
+    return jax.tree.map(lambda p: p.astype(wider(p.dtype, jnp.float32)), params)
 
 
 @dataclass(frozen=True)
@@ -27,22 +40,35 @@ class LayerwiseOptimizer:
         blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
             itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
             masks and labels that were given as trees need.
+        has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
+    has_masters: bool = False
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
+        if self.has_masters:
+            masters = masters_of(params)
+            return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with _optax_promotion():
             return self.transformation.init({**self.blank, layer_id: params})
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        if self.has_masters:
+            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale)
+            return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         with _optax_promotion():
             updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
             own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
             return optax.apply_updates(params, own), state
+
+    @property
+    def _without_masters(self) -> "LayerwiseOptimizer":
+        return replace(self, has_masters=False)
 
 
 @contextmanager
@@ -61,7 +87,7 @@ _LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
-def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseOptimizer:
+def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False) -> LayerwiseOptimizer:
     """The optimizer layer by layer, or a refusal where that would give other numbers.
 
     Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
@@ -72,6 +98,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
     Args:
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
+        has_masters: whether it is to update parameters in float32 whatever their dtype is.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead.
@@ -87,6 +114,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
             "more than gradients, state and params (a loss value, a function) cannot be used"
         )
 
+    specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
     with callers_code(message):
         coupled = _coupled_layers(transformation, specs)
     if coupled is not None:
@@ -96,10 +124,10 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
     with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
         tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
         if not _difference(alone, blank, tiny):
-            return alone
+            return replace(alone, has_masters=has_masters)
         if difference := _difference(in_structure, blank, tiny):
             raise _refusal(difference)
-    return in_structure
+    return replace(in_structure, has_masters=has_masters)
 
 
 def _refusal(why: str) -> InputError:

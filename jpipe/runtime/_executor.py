@@ -131,13 +131,16 @@ class Executor:
         return self._exchange.evaluation(found, version, list(metrics))
 
     def params(self, state: State) -> dict[str, Tree]:
-        """A copy of the parameters of this process's layers, at one version for all stages."""
-        state, version = self.settle(state)
+        """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""
+        masters = self.functions[0].precision.has_masters
+        # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
+        state, version = (self.drain(copy(state)), state.batch) if masters else self.settle(state)
         found: dict[str, Tree] = {}
         for w, worker in zip(self.stages, state.workers, strict=True):
             s, _ = self._plan.workers[w]
             if self._plan.stages[s].layers[0] not in found:  # replicas hold the same
-                found |= worker.versions[version * self._plan.updates_per_batch(s)]
+                newest = {layer_id: held.masters for layer_id, held in worker.optimizer.items()} if masters else {}
+                found |= newest or worker.versions[version * self._plan.updates_per_batch(s)]
         return copy(found)
 
     def _run(

@@ -63,7 +63,9 @@ class Snapshot:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
 
-_OTHER_OPTIMIZER = "is it of another optimizer? fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+_OTHER_OPTIMIZER = (
+    "is it of another optimizer or precision? fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+)
 
 # One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -202,11 +204,33 @@ def restored_worker(
     """
     versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
-        optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
+        newest = versions[max(versions)]
+        masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
+        where = "checkpoint: layer '{}', masters of its parameters"
+        optimizer = jax.jit(f.init_optimizer)(
+            {
+                layer_id: params
+                if (found := masters[layer_id]) is None
+                else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
+                for layer_id, params in newest.items()
+            }
+        )
     accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
     placed = jax.device_put((versions, optimizer, state, accumulators, {}, key), device)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
+
+
+def masters_in(plain: Plain) -> Plain | None:
+    """The newest parameters of a layer in float32, if its entry in a snapshot has them besides those in fewer bits.
+
+    Args:
+        plain: the entry, with any arrays.
+    """
+    newest, masters = plain.get("params", {}).get("0", {}), plain.get("optimizer", {}).get("masters")
+    # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
+    same = isinstance(masters, dict) and jax.tree.structure(masters) == jax.tree.structure(newest)
+    return masters if same and jax.tree.leaves(masters) else None
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:

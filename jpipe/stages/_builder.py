@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
@@ -29,13 +30,20 @@ class StageBuilder:
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model; batches of other shapes may make other parameters.
         clip_global_norm: the norm to which gradients are clipped, if any.
+        precision: in which the layers of `stack` compute already.
     """
 
     def __init__(
-        self, stack: LayerStack, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, clip_global_norm: float | None
+        self,
+        stack: LayerStack,
+        plan: Plan,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        clip_global_norm: float | None,
+        precision: Precision,
     ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._clip_global_norm = clip_global_norm
+        self._clip_global_norm, self._precision = clip_global_norm, precision
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -58,7 +66,7 @@ class StageBuilder:
         for stage in self._plan.stages:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"clip_global_norm": self._clip_global_norm, "update_scale": scale, "average_state": self._average_state}
-            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
+            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         self._built = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
@@ -73,5 +81,5 @@ class StageBuilder:
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:
-            self._probed = params, find_layerwise(self._optimizer, params)
+            self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters)
         return self._probed[1]
