@@ -178,6 +178,31 @@ class ModelConfig(_OwnCode):
         return self
 
 
+class PrecisionConfig(_Section):
+    """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
+    loss scale. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
+    """
+
+    params: str = "float32"
+    compute: str | None = None
+    accumulate: str = "float32"
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "PrecisionConfig":
+        try:
+            self.precision()
+        except InputError as error:
+            raise ValueError(str(error).removeprefix("precision: ")) from None
+        return self
+
+    def precision(self) -> Precision:
+        """What a pipeline takes."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return Precision(**self.model_dump())
+
+
 class LossConfig(_OwnCode):
     """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight)."""
 
@@ -285,6 +310,7 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
