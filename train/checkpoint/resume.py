@@ -90,6 +90,19 @@ class Resumed:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
             raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
+    def check_precision(self, config: Config) -> None:
+        """Refuse a run whose parameters are of another dtype than those of the checkpoint.
+
+        Raises:
+            InputError: they are.
+        """
+        kept, wanted = _config_in(self.facts.config).get("precision", {}).get("params", "float32"), config.precision.params
+        if kept != wanted:
+            raise InputError(
+                f"precision.params: expected {kept} as in the checkpoint of step {self.step}, found {wanted}; set it to {kept}, or begin "
+                "another run with the weights of this one (warm_start.file)"
+            )
+
     @property
     def plan(self) -> jpipe.Plan:
         """The plan that it ran by."""

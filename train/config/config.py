@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
@@ -186,21 +188,23 @@ class PrecisionConfig(_Section):
     params: str = "float32"
     compute: str | None = None
     accumulate: str = "float32"
-    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] | None = None
+    loss_scale: float | str | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "PrecisionConfig":
-        try:
-            self.precision()
-        except InputError as error:
-            raise ValueError(str(error).removeprefix("precision: ")) from None
+        if self.model_fields_set:  # else JAX would be imported with this module
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
+                    jpipe.Precision(**self.model_dump())
+            except jpipe.InputError as error:
+                raise ValueError(str(error).removeprefix("precision: ")) from None
         return self
 
-    def precision(self) -> Precision:
-        """What a pipeline takes."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return Precision(**self.model_dump())
+    @property
+    def computes(self) -> str | None:
+        """The dtype of what the layers compute, if it is not left to them."""
+        return self.params if self.compute is None and self.params != "float32" else self.compute
 
 
 class LossConfig(_OwnCode):
@@ -331,6 +335,13 @@ class Config(_Section):
         batch_size, microbatches = self.train.batch_size, self.plan.microbatches
         if self.plan.file is None and batch_size % microbatches:
             raise ValueError(f"train.batch_size {batch_size} is not divisible by plan.microbatches {microbatches}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _one_dtype_is_computed_in(self) -> "Config":
+        own, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and own not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
         return self
 
     @model_validator(mode="after")
