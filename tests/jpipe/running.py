@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe import LayerStack, Pipeline, Plan, State
+from jpipe import LayerStack, Pipeline, Plan, Precision, State
 from tests.jpipe import models, monolith, reference
 
 KEY = 11
@@ -66,13 +66,13 @@ def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -
     )
 
 
-def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]) -> None:
+def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], precision: Precision = Precision()) -> None:  # noqa: B008
     """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference."""
     devices = None if len(plan.workers) == plan.depth else [jax.devices()[s] for s, _ in plan.workers]  # replicas share what is compiled
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices)
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, precision=precision)
     batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate
+    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, precision
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
         names = ("forward", "backward", "forward_backward", "update")
