@@ -60,7 +60,7 @@ class Precision:
             object.__setattr__(self, "loss_scale", _checked_scale(self.loss_scale))
         elif self.compute == "float16":
             warnings.warn(
-                "precision: compute is float16 without a loss_scale: gradients below 6e-8 become zero; set loss_scale, such as 1024, "
+                "precision: compute is float16 without a loss_scale: gradients below 3e-8 become zero; set loss_scale, such as 1024, "
                 "or compute in bfloat16, which needs none",
                 UserWarning,
                 stacklevel=3,

@@ -227,7 +227,8 @@ def masters_in(plain: Plain) -> Plain | None:
     Args:
         plain: the entry, with any arrays.
     """
-    newest, masters = plain.get("params", {}).get("0", {}), plain.get("optimizer", {}).get("masters")
+    newest, held = plain.get("params", {}).get("0", {}), plain.get("optimizer")
+    masters = held.get("masters") if isinstance(held, dict) else None
     # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
     same = isinstance(masters, dict) and jax.tree.structure(masters) == jax.tree.structure(newest)
     return masters if same and jax.tree.leaves(masters) else None

@@ -96,10 +96,11 @@ class Resumed:
         Raises:
             InputError: they are.
         """
-        kept, wanted = _config_in(self.facts.config).get("precision", {}).get("params", "float32"), config.precision.params
+        section, wanted = _config_in(self.facts.config).get("precision"), config.precision.params
+        kept = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
         if kept != wanted:
             raise InputError(
-                f"precision.params: expected {kept} as in the checkpoint of step {self.step}, found {wanted}; set it to {kept}, or begin "
+                f"precision.params: expected {kept[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or begin "
                 "another run with the weights of this one (warm_start.file)"
             )
 

@@ -94,17 +94,21 @@ def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_measured_peak_with_masters_is_predicted(variant, replicas):
-    plan = Plan.even(STACK.ids, 3, microbatches=MICROBATCHES, replicas=replicas, **VARIANTS[variant])
-    measured, predicted = measured_and_predicted(plan, MASTERS)
+    plan = Plan.even(STACK.ids, 3, microbatches=6, replicas=replicas, **VARIANTS[variant])
+    with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm joins bfloat16 inputs to float32 statistics
+        measured, predicted = measured_and_predicted(plan, MASTERS)
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
 def test_the_stash_with_masters_takes_half():
     """Of the weight versions on each device, when there are most of them; the simulator says the same."""
-    plan, held = Plan.even(STACK.ids, 3, "pipedream", 1), {}
-    batch = np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)
+    batch, held = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}
+    stack = LayerStack(
+        {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | dict.fromkeys("abc", lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+    )
+    plan = Plan.even(stack.ids, 3, "pipedream", 1)
     for precision in (AS_THEY_ARE, MASTERS):
-        pipe = Pipeline(STACK, plan, squares, optax.sgd(1e-2), jax.devices()[:3], precision=precision)
+        pipe = Pipeline(stack, plan, squares, optax.sgd(1e-2), jax.devices()[:3], precision=precision)
         most = [0, 0, 0]
 
         def observe(event, most=most):
@@ -114,6 +118,7 @@ def test_the_stash_with_masters_takes_half():
         state = pipe.init(jax.random.key(0), batch)
         for _ in range(3):
             state, _ = pipe.step(state, batch, observe=observe)
+        pipe.drain(state, observe=observe)
         predicted = simulate(lower(plan, 3), pipe.costs(batch))
         assert most == [alive * cost.weights for alive, cost in zip(predicted.versions_alive, pipe.costs(batch), strict=True)]
         held[precision] = most
