@@ -1,6 +1,7 @@
 from . import checkpoints, errors, files, model, plan, processes, programs, runtime, schedules, stages
 from .errors import InputError, PeerLost
 from .model._layer import Layer
+from .model._precision import Precision
 from .model._stack import LayerStack
 from .pipeline import Pipeline
 from .plan import Plan, Stage
@@ -28,6 +29,7 @@ __all__ = [
     "PeerLost",
     "Pipeline",
     "Plan",
+    "Precision",
     "Stage",
     "State",
     "Tracer",

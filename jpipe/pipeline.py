@@ -21,6 +21,7 @@ from jpipe._arguments import (
 )
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
+from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
@@ -66,6 +67,7 @@ class Pipeline:
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
             At least 0 and below 1.
+        precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay that is none.
@@ -92,6 +94,7 @@ class Pipeline:
         clip_global_norm: float | None = None,
         skip_nonfinite: bool = False,
         ema_decay: float | None = None,
+        precision: Precision = PLAIN,
     ) -> None:
         if not isinstance(stack, LayerStack):
             raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
@@ -102,12 +105,13 @@ class Pipeline:
         plan.check_layers(stack.ids)
         check_norm_options(clip_global_norm, skip_nonfinite, plan)
         check_ema_decay(ema_decay)
-        self.stack, self.plan, self.loss, self.optimizer = stack, plan, loss, optimizer
-        self.clip_global_norm, self.skip_nonfinite = clip_global_norm, skip_nonfinite
+        check_precision(precision)
+        self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
+        self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self._given_devices = None if devices is None else checked_devices(devices)
         options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": skip_nonfinite}
-        self._builder = StageBuilder(stack, plan, loss, optimizer, self.ema_decay, **options)
+        self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
         self._steps = Steps(plan, self.uses_global_norm)
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
@@ -126,7 +130,8 @@ class Pipeline:
         numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
         given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
-        return f"{given}{skip}, {where}"
+        precision = "" if self.precision == PLAIN else f", {self.precision}"
+        return f"{given}{skip}{precision}, {where}"
 
     @property
     def uses_global_norm(self) -> bool:
@@ -323,7 +328,8 @@ class Pipeline:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
-        its own workers.
+        its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
+        are in flight, a copy of the state is drained, and the masters are those after its last update.
 
         Args:
             state: any state that is not consumed.
@@ -397,8 +403,8 @@ def _fresh_worker(
     for layer_id in f.stage.layers:
         fresh, state[layer_id] = initializers[layer_id, stage.device](jax.device_put(f.stack.init_key(layer_id, key), stage.device))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-    optimizer, accumulators = jax.device_put([start(params) for start in compile_start(f, stage.device)], stage.device)
-    return WorkerState({0: params}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
+    version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(params), stage.device)
+    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
 
 
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:

@@ -2,5 +2,6 @@
 
 from jpipe.model._layer import LayerSpec
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._precision import cast_layers
 
-__all__ = ["LayerSpec", "LayerwiseOptimizer", "find_layerwise"]
+__all__ = ["LayerSpec", "LayerwiseOptimizer", "cast_layers", "find_layerwise"]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._dependence import reached
+from jpipe.model._precision import wider
 from jpipe.model._transformation import instead_of, unfit_mask
 
 Tree = Any
@@ -31,6 +32,18 @@ class Averaged(NamedTuple):
     weights_ema: Tree
 
 
+class WithMasters(NamedTuple):
+    """The optimizer state of a layer whose parameters are kept in fewer bits: the parameters in float32, and the state that is theirs."""
+
+    masters: Tree
+    state: Tree
+
+
+def masters_of(params: Tree) -> Tree:
+    """Parameters in float32, or wider where they are."""
+    return jax.tree.map(lambda p: p.astype(wider(p.dtype, jnp.float32)), params)
+
+
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
     """An optax transformation that is given one layer at a time, as `{layer id: params}`.
@@ -40,21 +53,30 @@ class LayerwiseOptimizer:
         blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
             itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
             masks and labels that were given as trees need.
-        ema_decay: keep an exponential moving average of the weights with this decay, beside the state of the transformation.
+        has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
+        ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
+    has_masters: bool = False
     ema_decay: float | None = None
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
+        if self.has_masters:
+            masters = masters_of(params)
+            return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with _optax_promotion():
             state = self.transformation.init({**self.blank, layer_id: params})
             return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        if self.has_masters:
+            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale)
+            return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         state, average = (state, None) if self.ema_decay is None else state
         with _optax_promotion():
             updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
@@ -62,9 +84,13 @@ class LayerwiseOptimizer:
             params = optax.apply_updates(params, own)
         return params, state if average is None else Averaged(state, self._moved(average, params))
 
-    def average(self, state: Tree, params: Tree) -> Tree:
-        """The average of the weights that the state of a layer holds, in the dtypes of `params`; needs `ema_decay`."""
-        return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), state.weights_ema, params)
+    def average(self, state: Tree) -> Tree:
+        """The average of the weights that the state of a layer holds; needs `ema_decay`."""
+        return (state.state if self.has_masters else state).weights_ema
+
+    @property
+    def _without_masters(self) -> "LayerwiseOptimizer":
+        return replace(self, has_masters=False)
 
     def _moved(self, average: Tree, params: Tree) -> Tree:
         """The average after an update to `params`."""
@@ -94,7 +120,7 @@ _LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
-def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseOptimizer:
+def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False) -> LayerwiseOptimizer:
     """The optimizer layer by layer, or a refusal where that would give other numbers.
 
     Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
@@ -105,6 +131,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
     Args:
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
+        has_masters: whether it is to update parameters in float32 whatever their dtype is.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead.
@@ -123,6 +150,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
             f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
         )
 
+    specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
     with callers_code(message):
         coupled = _coupled_layers(transformation, specs)
     if coupled is not None:
@@ -135,7 +163,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree]) -> LayerwiseO
         if found is in_structure and (difference := _difference(in_structure, blank, tiny)):
             raise _refusal(difference, transformation)
     _check_without_parameters(found, specs)
-    return found
+    return replace(found, has_masters=has_masters)
 
 
 def _refusal(why: str, transformation: optax.GradientTransformation) -> InputError:

@@ -1,5 +1,6 @@
 """The model as an ordered mapping of layers."""
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,16 @@ class LayerStack:
 
     def __repr__(self) -> str:
         return f"LayerStack({shortened(self.ids)})"
+
+    def with_layers(self, layers: Mapping[str, Layer]) -> "LayerStack":
+        """The model with other functions in place of those of its layers, changed alike where layers are given as one object.
+
+        Args:
+            layers: as in the attribute of that name.
+        """
+        changed = copy.copy(self)
+        changed.layers, changed._known = dict(layers), {}
+        return changed
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
         """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.

@@ -58,6 +58,7 @@ class LayerCost:
         backward: time of a backward without recomputation.
         outputs: the output, which is also the size of its gradient.
         weights: the parameters.
+        accumulators: accumulated gradients; None: as many bytes as `weights`.
         optimizer: optimizer state.
         state: layer state (batch statistics).
         residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
@@ -78,6 +79,12 @@ class LayerCost:
     shared: Mapping[str, int] = field(default_factory=dict)
     update: float = 0.0
     temporary: int = 0
+    accumulators: int | None = None
+
+    @property
+    def summed(self) -> int:
+        """Bytes of accumulated gradients, which replicas sum."""
+        return self.weights if self.accumulators is None else self.accumulators
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 weights=sum(layer.weights for layer in own),
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
-                accumulators=sum(layer.weights for layer in own),
+                accumulators=sum(layer.summed for layer in own),
                 temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )

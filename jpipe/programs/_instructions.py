@@ -63,7 +63,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or one of the other messages."""
+    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or another message."""
 
     worker: int
     microbatch: int

@@ -145,7 +145,7 @@ class Predictor:
             worker.memory.accumulates = False
 
     def _send(self, worker: "_Worker", i: Send) -> None:
-        peer, key = self._workers[i.to], (i.message, i.microbatch)
+        peer, key = self._workers[i.to], (str(i.message), i.microbatch)
         if i.message == "activation":
             size, arrives = worker.cost.outputs, peer.cost.inputs
             worker.memory.add(worker.cost.kept_outputs - size)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AddShared, AllReduce, Instruction, Program, Receive, Send, SumSquares, TakeShared, Update
 
-
 _NEED_SUM = Update, SumSquares, TakeShared, AddShared
 
 

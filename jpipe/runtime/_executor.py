@@ -148,22 +148,29 @@ class Executor:
         return self._exchange.evaluation(found, version, list(metrics))
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
-        """A copy of the parameters of this process's layers, at one version for all stages."""
-        state, version = self.settle(state, weights)
+        """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""
+        has_masters = self.functions[0].precision.has_masters
+        # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
+        state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
         found: dict[str, Tree] = {}
-        for w, versions in self._weights(state, version, weights).items():
-            if self._plan.stages[self._plan.workers[w][0]].layers[0] not in found:  # replicas hold the same
-                (held,) = versions.values()
-                found |= held
+        for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
+            s, _ = self._plan.workers[w]
+            if self._plan.stages[s].layers[0] not in found:  # replicas hold the same
+                if weights == "ema":
+                    found |= stage.functions.average_params(worker.optimizer, stage.functions.specs.fresh)
+                elif has_masters:
+                    found |= {layer_id: held.masters for layer_id, held in worker.optimizer.items()}
+                else:
+                    found |= worker.versions[version * self._plan.updates_per_batch(s)]
         return copy(found)
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, dict[int, Tree]]:
         """For each worker of this process the weights of one version, in batches, or the average at that version, by its own number."""
         found = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            number = version * self._plan.updates_per_batch(self._plan.workers[w][0])
-            average = weights == "ema"
-            found[w] = {number: stage.functions.average_params(worker.optimizer) if average else worker.versions[number]}
+            number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
+            params = f.average_params(worker.optimizer, f.specs.params) if weights == "ema" else worker.versions[number]
+            found[w] = {number: params}
         return found
 
     def _run(

@@ -50,7 +50,8 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
         is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
         wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
         if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
-            raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}")
+            other = "; is it of another precision?" if leaf.shape == wanted.shape else ""
+            raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}{other}")
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
     if left:
         raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")

@@ -64,7 +64,7 @@ class Snapshot:
 
 
 _OTHER_OPTIMIZER = (
-    "is it of another optimizer? (With ema_decay it is another one.) "
+    "is it of another optimizer or precision? (With ema_decay it is another one.) "
     "fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
 )
 
@@ -205,11 +205,34 @@ def restored_worker(
     """
     versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
-        optimizer = jax.jit(f.init_optimizer)(versions[max(versions)])
+        newest = versions[max(versions)]
+        masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
+        where = "checkpoint: layer '{}', masters of its parameters"
+        optimizer = jax.jit(f.init_optimizer)(
+            {
+                layer_id: params
+                if (found := masters[layer_id]) is None
+                else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
+                for layer_id, params in newest.items()
+            }
+        )
     accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
     placed = jax.device_put((versions, optimizer, state, accumulators, {}, key), device)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
+
+
+def masters_in(plain: Plain) -> Plain | None:
+    """The newest parameters of a layer in float32, if its entry in a snapshot has them besides those in fewer bits.
+
+    Args:
+        plain: the entry, with any arrays.
+    """
+    newest, held = plain.get("params", {}).get("0", {}), plain.get("optimizer")
+    masters = held.get("masters") if isinstance(held, dict) else None
+    # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
+    same = isinstance(masters, dict) and jax.tree.structure(masters) == jax.tree.structure(newest)
+    return masters if same and jax.tree.leaves(masters) else None
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:

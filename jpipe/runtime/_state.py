@@ -128,6 +128,7 @@ def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, function
         ("devices", ", ".join(map(str, devices))),
         ("microbatch", describe(spec)),
         ("microbatch in full", _shapes(spec)),
+        ("precision", str(functions[0].precision)),
         ("weights and layer state", _shapes(weights)),
         ("optimizer state", _shapes(optimizer)),
     )

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
@@ -28,6 +29,7 @@ class StageBuilder:
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model; batches of other shapes may make other parameters.
+        precision: in which the layers of `stack` compute already.
         ema_decay: the decay of the moving average of the weights, if there is one.
         options: fields of `StageFunctions`, the same for all stages.
     """
@@ -38,11 +40,12 @@ class StageBuilder:
         plan: Plan,
         loss: Loss,
         optimizer: optax.GradientTransformation,
+        precision: Precision,
         ema_decay: float | None,
         **options: Any,
     ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._ema_decay, self._options = ema_decay, options
+        self._precision, self._ema_decay, self._options = precision, ema_decay, options
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -65,7 +68,7 @@ class StageBuilder:
         for stage in self._plan.stages:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, **self._options}
-            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, **options))
+            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
@@ -81,5 +84,5 @@ class StageBuilder:
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:
-            self._probed = params, find_layerwise(self._optimizer, params)
+            self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters)
         return self._probed[1]

@@ -134,12 +134,16 @@ def compile_initializers(
     return {place: compiled[name] for place, name in name_of.items()}
 
 
-def compile_start(functions: StageFunctions, device: jax.Device) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-    """`params -> optimizer state` and `params -> accumulators` of a stage before training."""
-    optimizer, accumulators = _compile_side_by_side(
-        [_lower_call(functions, device, name, ()) for name in ("init_optimizer", "zero_accumulators")]
-    )
-    return optimizer, accumulators
+def compile_start(functions: StageFunctions, device: jax.Device) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
+    """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
+    names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
+    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in names])
+
+    def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
+        version = first_version[0](fresh) if first_version else fresh
+        return version, init_optimizer(fresh), zero_accumulators(version)
+
+    return start
 
 
 def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
@@ -174,7 +178,8 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
         "norm": lambda: (norm_of, (), (tuple(f.squares_spec(count) for count in layers),)),
         "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),
-        "init_optimizer": lambda: (f.init_optimizer, (), (specs.params,)),
+        "init_optimizer": lambda: (f.init_optimizer, (), (specs.fresh,)),
+        "first_version": lambda: (f.first_version, (), (specs.fresh,)),
         "zero_accumulators": lambda: (f.zero_accumulators, (), (specs.params,)),
         "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
         "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
@@ -185,7 +190,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
     function, donated, inputs = arguments[name]()
     if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
         function = _with_done(function)
-    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name == "into_retired")
+    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name in ("in_place", "into_retired"))
     return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer
+from jpipe.model._precision import PLAIN, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
@@ -34,13 +35,17 @@ class GlobalNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class Specs:
-    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and (microbatch, key) of its rng."""
+    """Shapes and dtypes at one stage: its weights, state, input and labels for one microbatch, and (microbatch, key) of its rng.
+
+    `fresh` are the parameters as the layers make them, `params` those of the weight versions.
+    """
 
     params: Tree
     state: Tree
     x: Tree
     labels: Tree
     rng: tuple[Any, Any]
+    fresh: Tree
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:
@@ -69,6 +74,7 @@ class StageFunctions:
         update_scale: a factor for the optimizer's updates.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
+        precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute as it says already.
     """
 
     stack: LayerStack
@@ -83,6 +89,7 @@ class StageFunctions:
     update_scale: float = 1.0
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
+    precision: Precision = PLAIN
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -173,14 +180,20 @@ class StageFunctions:
         """Optimizer state of new parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
 
-    def average_params(self, optimizer_state: Tree) -> Tree:
-        """The moving average of the parameters, by layer id, in their own dtypes; needs `optimizer.ema_decay`."""
-        return {i: self.optimizer.average(optimizer_state[i], params) for i, params in self.specs.params.items()}
+    def average_params(self, optimizer_state: Tree, like: Tree) -> Tree:
+        """The moving average of the parameters, by layer id, in the dtypes of `like`; needs `optimizer.ema_decay`."""
+        average = {i: self.optimizer.average(optimizer_state[i]) for i in self.specs.params}
+        return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), average, like)
 
     def zero_accumulators(self, params: Tree) -> Tree:
         """The accumulators at the start of a batch."""
         numbers = ("loss", "weight") if self.last else ("weight",)
-        return {"gradients": jax.tree.map(jnp.zeros_like, params)} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
+        gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, self.precision.accumulator_dtype(p.dtype)), params)
+        return {"gradients": gradients} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
+
+    def first_version(self, fresh: Tree) -> Tree:
+        """The weight version of parameters as the layers make them; shares no array with them."""
+        return jax.tree.map(lambda p, spec: p.astype(spec.dtype) if p.dtype != spec.dtype else jnp.copy(p), fresh, self.specs.params)
 
     def mean_state(self, total: list[jax.Array]) -> list[jax.Array]:
         """The mean of each floating-point leaf of the layer state over the replicas, from their sum."""
@@ -264,8 +277,10 @@ class StageFunctions:
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
         gradient, weight = message
-        gradients, x_gradient = vjp([jnp.ones_like(gradient)] if self.last else gradient)
-        added = {"gradients": jax.tree.map(jnp.add, accumulators["gradients"], gradients), "weight": accumulators["weight"] + weight}
+        scale = self.precision.loss_scale  # of the gradients of this microbatch in all stages
+        gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
+        sums = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), accumulators["gradients"], gradients)
+        added = {"gradients": sums, "weight": accumulators["weight"] + weight}
         if self.last:
             added["loss"] = accumulators["loss"] + gradient  # the message is (sum of the losses, weight)
         return (x_gradient, weight), added
@@ -282,6 +297,7 @@ def stage_functions(
     labels: Tree,
     loss: Loss,
     optimizer: LayerwiseOptimizer,
+    precision: Precision,
     **options: Any,
 ) -> StageFunctions:
     """The functions of one stage of a model; `options` are the other fields of `StageFunctions`.
@@ -291,10 +307,11 @@ def stage_functions(
     """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
     rng = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
-    params = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+    fresh = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
-    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng)
-    functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, **options)
+    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng, fresh)
+    functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)
     if last:
         check_summed(loss, "loss", functions, layers[stage.layers[-1]].output)
     return functions
@@ -360,6 +377,12 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
 
 def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:
     return params, optimizer_state
+
+
+def _unscaled(gradient: jax.Array, dtype: Any, scale: float | None) -> jax.Array:
+    """The gradient of one microbatch as it is accumulated: in the dtype of the sum, without the loss scale."""
+    wide = widened(gradient, dtype)
+    return wide if scale is None else wide / jnp.asarray(scale, dtype)
 
 
 def _divisor(weight: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 
 from jpipe.model._layer import LayerSpec
 from jpipe.model._optimizer import LayerwiseOptimizer
+from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
@@ -33,6 +34,7 @@ class StandaloneStage:
         labels: shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
         loss: as in `Pipeline`.
         optimizer: from `find_layerwise`.
+        precision: in which the layers of `stack` compute already (see `cast_layers`).
     """
 
     stack: LayerStack
@@ -41,6 +43,7 @@ class StandaloneStage:
     labels: Tree
     loss: Loss
     optimizer: LayerwiseOptimizer
+    precision: Precision = PLAIN
 
     @cached_property
     def cost(self) -> StageCost:
@@ -66,4 +69,4 @@ class StandaloneStage:
 
     @cached_property
     def _functions(self) -> StageFunctions:
-        return stage_functions(self.stack, self.stage, self.specs, self.labels, self.loss, self.optimizer)
+        return stage_functions(self.stack, self.stage, self.specs, self.labels, self.loss, self.optimizer, self.precision)

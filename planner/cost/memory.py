@@ -20,17 +20,19 @@ def stage_bytes(
     versions: Number,
     in_flight: Number,
     waiting: Number,
+    accumulators: Number,
+    replicas: Number,
 ) -> Number:
     """The peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
     Without a flush a replicated stage sums the gradients of one update while it computes those of the next. Both sets exist until the
-    update, and the newest of `versions` only after it. So together they never take more than versions + 1 times the weights.
+    update, and the newest of `versions` only after it. So the second set adds to the peak only what it takes more than the weights do.
 
     A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more gradients can
     wait, and `simulate` counts up to a quarter more.
 
     Args:
-        weights: bytes of one version; the gradients have the same size.
+        weights: bytes of one version.
         optimizer: optimizer state.
         state: layer state.
         residuals: bytes kept from a forward to its backward, with the stage's recomputation.
@@ -41,8 +43,11 @@ def stage_bytes(
         versions: weight versions alive.
         in_flight: n_s, microbatches between forward and backward.
         waiting: stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
+        accumulators: accumulated gradients.
+        replicas: r_s.
     """
-    kept = (versions + 1) * weights + optimizer + state
+    second = (np.minimum(versions, replicas) > 1) * np.maximum(accumulators - weights, 0)
+    kept = versions * weights + accumulators + second + optimizer + state
     return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
 
 

@@ -33,6 +33,7 @@ def analyze(
     policies: Sequence[str] = POLICIES,
     ema_decay: float | None = None,
     progress: Progress | None = None,
+    precision: jpipe.Precision | None = None,
 ) -> Profile:
     """Profile a model for a device, without allocating it.
 
@@ -53,11 +54,12 @@ def analyze(
         policies: the recomputation policies for which residuals are counted.
         ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
+        precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), ema_decay)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
     here = jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     costs = {}
@@ -68,7 +70,7 @@ def analyze(
         temporaries = _temporaries(model.sizes, lowered)
         for rows, temporary in zip(model.sizes, temporaries, strict=True):
             flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
-            rate = _rate(device, layer_id, stages[rows].specs[layer_id])
+            rate = _rate(device, layer_id, stages[rows].specs[layer_id], model.precision.compute)
             traffic = _traffic(stages[rows].cost)
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
@@ -89,9 +91,13 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
     return max(flops / rate, moved / device.memory_bandwidth if device.memory_bandwidth else 0.0)
 
 
-def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec) -> float:
-    """FLOP/s for the dtype of the layer's inputs, or of its outputs if all inputs are integers."""
-    floats = [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
+    """FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
+    floats = (
+        [jnp.dtype(compute)]
+        if compute
+        else [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    )
     if not device.flops:
         raise InputError(
             f"topology: device '{device.name}' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"

@@ -33,6 +33,7 @@ def measure(
     repetitions: int = 15,
     seconds: float = 20.0,
     progress: Progress | None = None,
+    precision: jpipe.Precision | None = None,
 ) -> Profile:
     """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
@@ -52,11 +53,12 @@ def measure(
         seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
         ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the parts of the work that are done, and their number.
+        precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), ema_decay)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
     device = device or jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     alone = [(layer_id,) for layer_id in model.distinct]

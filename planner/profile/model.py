@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class Model:
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
+        precision: as in `jpipe.Pipeline`.
         ema_decay: as of a `jpipe.Pipeline`.
 
     Raises:
@@ -61,9 +62,11 @@ class Model:
     loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]]
     optimizer: optax.GradientTransformation
     sizes: tuple[int, ...]
+    precision: jpipe.Precision = field(default_factory=jpipe.Precision)
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
         if not self.sizes or any(not isinstance(rows, int) or rows < 1 for rows in self.sizes):
             raise InputError(f"sizes: expected microbatch sizes, whole numbers of rows above 0, found {list(self.sizes)}")
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
@@ -103,7 +106,8 @@ class Model:
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
             )
         stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
-        return jpipe.stages.StandaloneStage(self.stack, stage, self._specs[rows], self.batches[rows][1], self.loss, self._layerwise)
+        labels = self.batches[rows][1]
+        return jpipe.stages.StandaloneStage(self.stack, stage, self._specs[rows], labels, self.loss, self._layerwise, self.precision)
 
     @cached_property
     def batches(self) -> dict[int, tuple[Tree, Tree]]:
@@ -130,7 +134,8 @@ class Model:
 
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
-        found = jpipe.model.find_layerwise(self.optimizer, {layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+        params = {layer_id: spec.params for layer_id, spec in self._first_specs.items()}
+        found = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters)
         return dataclasses.replace(found, ema_decay=self.ema_decay)
 
 
@@ -197,7 +202,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         )
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
         cost = own[model.sizes[0], "none"]
-        sizes = {"weights": cost.weights, "optimizer": cost.optimizer, "state": cost.state}
+        sizes = {"weights": cost.weights, "accumulators": cost.accumulators, "optimizer": cost.optimizer, "state": cost.state}
         layers.append(LayerProfile(id=layer_id, update=update, at=at, **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), **fields)

@@ -51,6 +51,7 @@ class LayerProfile(_Data):
     Attributes:
         id: its name in the model.
         weights: bytes of its parameters.
+        accumulators: bytes of its accumulated gradients; by default as many as `weights`.
         optimizer: bytes of its optimizer state.
         state: bytes of its layer state.
         update: seconds of an update.
@@ -59,10 +60,17 @@ class LayerProfile(_Data):
 
     id: Annotated[str, Field(min_length=1)]
     weights: Bytes
+    accumulators: Bytes = 0
     optimizer: Bytes = 0
     state: Bytes = 0
     update: Seconds = 0.0
     at: tuple[AtSize, ...]
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accumulators_like_weights(cls, data: Any) -> Any:
+        """As many bytes as weights where it is not said, as in profiles of older versions."""
+        return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
 class Profile(_Data):
@@ -136,6 +144,7 @@ class Profile(_Data):
                 backward=at.backward,
                 outputs=at.outputs,
                 weights=layer.weights,
+                accumulators=layer.accumulators,
                 optimizer=layer.optimizer,
                 state=layer.state,
                 residuals=at.residuals,

@@ -80,6 +80,8 @@ def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
                 versions=rules.versions_alive(plan, s),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, replicas, sent),
+                accumulators=cost.accumulators,
+                replicas=replicas,
             )
         )
     return tuple(int(size) for size in found)

@@ -117,7 +117,9 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     found = []
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
-        found.append((versions_alive(plan, s) + 1) * sum(layer.weights for layer in own) + sum(layer.optimizer for layer in own))
+        found.append(
+            versions_alive(plan, s) * sum(layer.weights for layer in own) + sum(layer.accumulators + layer.optimizer for layer in own)
+        )
     return found
 
 

@@ -119,7 +119,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
         updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
         computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
-        sent += updates * 2 * (stage.replicas - 1) * sum(layer.weights for layer in own)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in own)
         sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
     return Candidate(
         schedule=plan.schedule,
@@ -147,6 +147,6 @@ def _bound(problem: Problem, partition: Partition) -> str:
     stage = partition.stages[s]
     own = problem.layers[stage.start : stage.stop]
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
+    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
     computes = sum(layer.forward + layer.backward for layer in own)
     return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

@@ -108,7 +108,7 @@ class _Fit:
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
     """Everything that does not depend on the schedule, without recomputation."""
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
-    all_reduce = [all_reduce_seconds(weights, width, ring) for weights, ring in zip(stages.weights.tolist(), crossing.rings, strict=True)]
+    all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
     return Times(
         forward=stages.forward,
         backward=stages.backward[0],
@@ -206,6 +206,8 @@ class _Sweep:
             versions=flown.versions,
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
+            accumulators=stages.accumulators,
+            replicas=width,
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
@@ -223,7 +225,7 @@ class _Sweep:
         price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
         numbers = np.array(fit.flown.microbatches)
         busy = width * (numbers * times.own.sum(1) + stages.update.sum())
-        sums = 2 * (width - 1) * stages.weights.sum() / (width * rows * numbers)
+        sums = 2 * (width - 1) * stages.accumulators.sum() / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
             fit.flown.microbatches,

@@ -184,7 +184,7 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
     again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
     compute = sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.weights for layer in own), stage.replicas, link)
+    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
     update = sum(layer.update for layer in own) + problem.dispatch
     return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
 
@@ -220,6 +220,8 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
+                accumulators=sum(layer.summed for layer in own),
+                replicas=stage.replicas,
             )
         )
     return tuple(int(size) for size in held)

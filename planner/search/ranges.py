@@ -30,6 +30,7 @@ class Ranges:
         self._compute = _sums([layer.forward + layer.backward for layer in layers])
         self._update = _sums([layer.update for layer in layers])
         self._weights = _sums([layer.weights for layer in layers])
+        self._summed = _sums([layer.summed for layer in layers])
         self._optimizer = _sums([layer.optimizer for layer in layers])
         self._state = _sums([layer.state for layer in layers])
         self._temporary = _Most([layer.temporary for layer in layers])
@@ -49,7 +50,7 @@ class Ranges:
         if recompute:
             compute = compute + (self._forward[j] - self._forward[i])
         update = self._update[j] - self._update[i] + problem.dispatch
-        summed = 0.0 if level < 0 else all_reduce_seconds(self._weights[j] - self._weights[i], replicas, problem.links[level])
+        summed = 0.0 if level < 0 else all_reduce_seconds(self._summed[j] - self._summed[i], replicas, problem.links[level])
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
         return stage_seconds(compute, update, summed, replicas, every)
 
@@ -67,7 +68,7 @@ class Ranges:
         for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
             own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
             computing = own * compute + self._update
-            waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._weights
+            waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._summed
             for total, besides in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
                 most = (bound * m - besides) + 1e-9 * (total[-1] + abs(besides))
                 end = np.searchsorted(total, total + most, side="right") - 1
@@ -104,6 +105,8 @@ class Ranges:
             versions=problem.versions(in_flight, replicas),
             in_flight=in_flight,
             waiting=0,
+            accumulators=self._summed[j] - self._summed[i],
+            replicas=replicas,
         )
         left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs

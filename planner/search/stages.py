@@ -23,6 +23,7 @@ class Stages:
         backward: the same, by policy, including recomputation.
         update: seconds, including dispatch.
         weights: bytes of one version.
+        accumulators: bytes of accumulated gradients.
         optimizer: bytes.
         state: bytes.
         inputs: bytes of one microbatch.
@@ -37,6 +38,7 @@ class Stages:
     backward: Any
     update: Any
     weights: Any
+    accumulators: Any
     optimizer: Any
     state: Any
     inputs: Any
@@ -68,7 +70,7 @@ class Layers:
     @cached_property
     def _once(self) -> dict[str, Any]:
         """The parts that do not depend on the microbatch size."""
-        names = ("update", "weights", "optimizer", "state")
+        names = ("update", "weights", "accumulators", "optimizer", "state")
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
     def cut(self, starts: Sequence[int], n: int) -> Stages:

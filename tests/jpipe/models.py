@@ -47,9 +47,9 @@ def tracking(width: int = WIDTH) -> Layer:
         return inner.init(key, x)[0], {"mean": jnp.zeros(x.shape[-1:], x.dtype), "count": jnp.zeros((), jnp.int32)}
 
     def apply(params, state, x, key, train):
-        y, _ = inner.apply(params, {}, x - state["mean"][None, :], None, train)
+        y, _ = inner.apply(params, {}, x - state["mean"].astype(x.dtype)[None, :], None, train)
         if train:
-            state = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "count": state["count"] + 1}
+            state = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0).astype(state["mean"].dtype), "count": state["count"] + 1}
         return y, state
 
     return Layer(init, apply)

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, dict]] = {
         "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
         "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
+        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
@@ -55,13 +56,14 @@ ROOT = Path(__file__).parents[2]
 
 def pipeline(fields: dict):
     """A pipeline over the rich model, and batches for it."""
-    from jpipe import Pipeline, Plan
+    from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
-    clip, ema = fields.pop("clip", None), fields.pop("ema", None)
+    clip, ema, precision = fields.pop("clip", None), fields.pop("ema", None), Precision(params=fields.pop("params", "float32"))
     stack = models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), clip_global_norm=clip, ema_decay=ema)
+    options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
     return pipe, models.masked_batches(BATCHES, plan.microbatches)
 
 

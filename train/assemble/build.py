@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from planner.machine.local import host_memory, usable_cores
 from planner.search.balance import balance
 from train.assemble import data, labels, model
 from train.assemble.optimizer import optimizer
-from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig
+from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from train.console.progress import Reporter
 
 
@@ -31,7 +32,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         jpipe.InputError: something in the config does not fit.
     """
     with named_as_in_the_config(config.plan.file):
-        stack, loss = model.layers(config.model), model.loss(config.loss)
+        stack, loss = model.layers(config.model, config.precision.computes), model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)
@@ -39,7 +40,8 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         with reporter.phase("reading the data"):
             batches = data.load(config)
         rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
-        pipe = jpipe.Pipeline(stack, plan, loss, rule, **config.optimizer.of_pipeline)
+        options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
     return pipe, batches
 
 
@@ -55,9 +57,20 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     batch = batches.train[0]
     with named_as_in_the_config(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
-        check_memory({layer_id: layer.params for layer_id, layer in layers.items()}, pipe.optimizer, pipe.plan, devices_that_start(pipe))
+        params = {layer_id: layer.params for layer_id, layer in layers.items()}
+        check_memory(params, pipe.optimizer, pipe.plan, devices_that_start(pipe), pipe.precision.has_masters)
         pipe.check(batch, model.metrics(config.eval))
     return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
+
+
+def precision(config: PrecisionConfig, reporter: Reporter) -> jpipe.Precision:
+    """The dtypes of a run; what is doubtful about them is printed."""
+    with warnings.catch_warnings(record=True) as doubts:
+        warnings.simplefilter("always")
+        found = jpipe.Precision(**config.model_dump())
+    for doubt in doubts:
+        reporter.say(str(doubt.message))
+    return found
 
 
 def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.model.LayerSpec]:
@@ -167,7 +180,13 @@ def start_devices() -> None:
         raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 
 
-def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, plan: jpipe.Plan, devices: Sequence[jax.Device]) -> None:
+def check_memory(
+    specs: Mapping[str, Any],
+    rule: optax.GradientTransformation,
+    plan: jpipe.Plan,
+    devices: Sequence[jax.Device],
+    has_masters: bool = False,
+) -> None:
     """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
 
     Args:
@@ -175,13 +194,15 @@ def check_memory(specs: Mapping[str, Any], rule: optax.GradientTransformation, p
         rule: the optimizer.
         plan: each replica of a stage holds all of its layers.
         devices: where the workers run; those of this process are looked at.
+        has_masters: whether weights of half that size come on top of the parameters.
     """
     own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
     layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
     weights, have = bytes_of(layers), memory_of([device for _, device in own])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
-    need = 2 * weights + state * weights // max(bytes_of(specs), 1)
+    versions = weights // 2 if has_masters else 0
+    need = versions + 2 * weights + state * weights // max(bytes_of(specs), 1)
     if need > have:
         raise jpipe.InputError(
             f"model: expected one that fits in {have / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "

@@ -16,14 +16,18 @@ from train.config.arguments import check_names, parameters_of
 from train.config.config import EvalConfig, LossConfig, ModelConfig
 
 
-def layers(config: ModelConfig) -> jpipe.LayerStack:
+def layers(config: ModelConfig, computes: str | None = None) -> jpipe.LayerStack:
     """The GPT, or what `model.target` returns.
+
+    Args:
+        config: which model.
+        computes: the dtype in which the GPT's layers compute, if it is another than `compute_dtype`.
 
     Raises:
         InputError: the target does not exist, fails, or returns something else than a LayerStack.
     """
     if config.target is None:
-        return gpt.gpt(config)
+        return gpt.gpt(config if computes is None else config.model_copy(update={"compute_dtype": computes}))
     stack = entry_point.call(config.target, "model.target", config.arguments)
     if not isinstance(stack, jpipe.LayerStack):
         raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_instead(stack)}")

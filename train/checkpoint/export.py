@@ -55,7 +55,8 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     """The weights among what `checkpoint_files.read_layers` (or `layer_specs`) gives.
 
     Returns:
-        The newest parameters by "layer id/path", and layer state, of replicas that of the first, by "layer id state/path".
+        The newest parameters, in float32 where the checkpoint has masters, by "layer id/path"; and layer state, of replicas that of the
+        first, by "layer id state/path".
 
     Raises:
         InputError: two of them have the same name.
@@ -64,7 +65,8 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer_id, parts in layers.items():
         if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
             continue  # what another replica of that layer has of its own
-        trees = {layer_id: parts.get("params", {}).get("0", {}), state_name(layer_id): parts.get("state", {})}
+        newest = jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {})
+        trees = {layer_id: newest, state_name(layer_id): parts.get("state", {})}
         for before, tree in trees.items():
             for path, leaf in by_path(tree).items():
                 if (name := f"{before}/{path}") in found:

@@ -90,6 +90,20 @@ class Resumed:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
             raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
+    def check_precision(self, config: Config) -> None:
+        """Refuse a run whose parameters are of another dtype than those of the checkpoint.
+
+        Raises:
+            InputError: they are.
+        """
+        section, wanted = _config_in(self.facts.config).get("precision"), config.precision.params
+        kept = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
+        if kept != wanted:
+            raise InputError(
+                f"precision.params: expected {kept[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or begin "
+                "another run with the weights of this one (warm_start.file)"
+            )
+
     @property
     def plan(self) -> jpipe.Plan:
         """The plan that it ran by."""

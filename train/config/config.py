@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
@@ -178,6 +180,33 @@ class ModelConfig(_OwnCode):
         return self
 
 
+class PrecisionConfig(_Section):
+    """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
+    loss scale. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
+    """
+
+    params: str = "float32"
+    compute: str | None = None
+    accumulate: str = "float32"
+    loss_scale: float | str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "PrecisionConfig":
+        if self.model_fields_set:  # else JAX would be imported with this module
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
+                    jpipe.Precision(**self.model_dump())
+            except jpipe.InputError as error:
+                raise ValueError(str(error).removeprefix("precision: ")) from None
+        return self
+
+    @property
+    def computes(self) -> str | None:
+        """The dtype of what the layers compute, if it is not left to them."""
+        return self.params if self.compute is None and self.params != "float32" else self.compute
+
+
 class LossConfig(_OwnCode):
     """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight)."""
 
@@ -300,6 +329,7 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -329,6 +359,13 @@ class Config(_Section):
                 f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
                 "there would be no update; change one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_dtype_is_computed_in(self) -> "Config":
+        own, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and own not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from planner.ranking.compiled import Compiled, compiled
 from planner.search.candidate import Candidate
 from planner.search.candidates import Updates, find_candidates
 from train.assemble import data, model
-from train.assemble.build import force_cpu_devices, start_devices
+from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
 from train.config.config import MOST_MICROBATCHES, Config, OptimizerConfig
 from train.console.progress import Reporter
@@ -86,15 +86,17 @@ class Parts:
     rule: optax.GradientTransformation
     batch: Any
     config: OptimizerConfig
+    precision: jpipe.Precision = dataclasses.field(default_factory=jpipe.Precision)
 
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
         """Read from a config; the data is looked at for its shapes."""
-        stack, loss = model.layers(config.model), model.loss(config.loss)
+        stack, loss = model.layers(config.model, config.precision.computes), model.loss(config.loss)
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        return cls(stack, loss, optimizer(config.optimizer, config.train.steps, params), batch, config.optimizer)
+        rule = optimizer(config.optimizer, config.train.steps, params)
+        return cls(stack, loss, rule, batch, config.optimizer, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:
         """What a batch of so many rows looks like."""
@@ -102,7 +104,7 @@ class Parts:
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """With a plan."""
-        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, **self.config.of_pipeline)
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.of_pipeline)
 
 
 def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
@@ -133,10 +135,12 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(*model_parts, sizes, seconds=SECONDS, ema_decay=parts.config.ema_decay, progress=progress)
+            return measure(
+                *model_parts, sizes, seconds=SECONDS, progress=progress, precision=parts.precision, ema_decay=parts.config.ema_decay
+            )
     sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, ema_decay=parts.config.ema_decay, progress=progress)
+        return analyze(*model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.ema_decay)
 
 
 def read_topology(file: str) -> Topology:

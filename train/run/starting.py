@@ -114,6 +114,7 @@ def begin(
     key = jax.random.key(config.seed)
     if resumed is None:
         return pipe.init(key, batches.train[0], given)
+    resumed.check_precision(config)
     fresh = config.resume.optimizer == "reset"
     together.run_on_all(lambda: pipe.check_layers(batches.train[0], resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
     layers = together.run_on_all(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them

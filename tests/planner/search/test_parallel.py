@@ -180,7 +180,7 @@ def _memory(profile, candidate, policy):
         sizes = (cost.weights, cost.optimizer, cost.state, residuals, cost.inputs, cost.outputs, cost.temporary, cost.labels)
         sent = schedule.in_flight(plan, s - 1) * replicas if s else 0
         waiting, versions = waiting_inputs(in_flight, replicas, sent), schedule.versions_alive(plan, s)
-        rest = {"versions": versions, "in_flight": in_flight, "waiting": waiting}
+        rest = {"versions": versions, "in_flight": in_flight, "waiting": waiting, "accumulators": cost.accumulators, "replicas": replicas}
         found.append(int(stage_bytes(*sizes, **rest)))
     return found
 
