@@ -199,7 +199,8 @@ def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping
 def _check_constant(before: Tree, after: Tree) -> None:
     """Refuse an optimizer whose state changes its structure, shapes or dtypes: an update is compiled once."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (before, after)]
-    if jax.tree.structure(before) != jax.tree.structure(after) or shapes[0] != shapes[1]:
+    structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
+    if structures[0] != structures[1] or shapes[0] != shapes[1]:
         raise TypeError("its update returns a state of another structure than its init, or of other shapes or dtypes")
 
 

@@ -194,7 +194,7 @@ def test_code_of_ones_own_that_does_not_fit(refused, override, message):
 
 def test_an_optimizer_that_cannot_be_split_over_stages(refused):
     assert re.match(
-        r"jpipe: optimizer: it cannot be applied layer by layer, .*; leave out the part that looks at all layers",
+        r"jpipe: optimizer: it cannot be applied layer by layer, .*; instead: adamw with a learning-rate schedule",
         refused("tiny.yaml", "--set", "optimizer={name: contrib.prodigy}"),
     )
 
