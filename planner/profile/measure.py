@@ -76,12 +76,18 @@ def measure(
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
-    costs: dict[tuple[str, int], Costs] = {}
-    for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
-        meter.step()
+    costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
+
+
+def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+    """The costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
+    costs: dict[tuple[str, int], Costs] = {}
+    for rows, bench in benches.items():
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
+        meter.step()
+    return costs
 
 
 def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:

@@ -39,8 +39,8 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         with reporter.phase("reading the data"):
             batches = data.load(config)
         rule = optimizer(config.optimizer, config.train.steps, param_specs(stack, plan, batches.train[0]))
-        options = {"clip_global_norm": config.optimizer.clip_global_norm, "precision": precision(config.precision, reporter)}
-        pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
+        clip, dtypes = config.optimizer.clip_global_norm, precision(config.precision, reporter)
+        pipe = jpipe.Pipeline(stack, plan, loss, rule, clip_global_norm=clip, precision=dtypes)
     return pipe, batches
 
 
