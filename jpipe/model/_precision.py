@@ -71,6 +71,11 @@ class Precision:
         """Whether the optimizer state holds the parameters in float32."""
         return self.params != "float32"
 
+    @property
+    def fixed_scale(self) -> float | None:
+        """The loss scale, if it is a number."""
+        return self.loss_scale if isinstance(self.loss_scale, float) else None
+
     def version_dtype(self, dtype: Any) -> Any:
         """The dtype of a parameter in the weight versions, from that which its layer gives it."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
@@ -145,7 +150,7 @@ def _cast(layer: Layer, compute: Any, outputs: Any) -> Layer:
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, new_state = layer.apply(_floats_as(compute, params), state, _floats_as(compute, x), key, train)
-        if jax.tree.structure(new_state) == jax.tree.structure(state):
+        if jax.tree.structure(new_state) == jax.tree.structure(state):  # type: ignore[operator]  # else it is refused later
             new_state = jax.tree.map(lambda new, old: _floats_as(old.dtype, new) if old.dtype in _NARROW else new, new_state, state)
         return _floats_as(outputs, y), new_state
 

@@ -231,8 +231,8 @@ def masters_in(plain: Plain) -> Plain | None:
     newest, held = plain.get("params", {}).get("0", {}), plain.get("optimizer")
     masters = held.get("masters") if isinstance(held, dict) else None
     # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
-    same = isinstance(masters, dict) and jax.tree.structure(masters) == jax.tree.structure(newest)
-    return masters if same and jax.tree.leaves(masters) else None
+    same = isinstance(masters, dict) and jax.tree.map(lambda leaf: leaf.shape, masters) == jax.tree.map(lambda leaf: leaf.shape, newest)
+    return masters if same and masters else None
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:

@@ -277,7 +277,7 @@ class StageFunctions:
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
         gradient, weight = message
-        scale = self.precision.loss_scale  # of the gradients of this microbatch in all stages
+        scale = self.precision.fixed_scale  # of the gradients of this microbatch in all stages
         gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
         sums = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), accumulators["gradients"], gradients)
         added = {"gradients": sums, "weight": accumulators["weight"] + weight}

@@ -78,16 +78,16 @@ def measure(
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns(list(benches.values()), repetitions, seconds)
-    costs = _costs(model, benches, single, meter)
+    costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
 
 
-def _costs(model: Model, benches: dict[int, Bench], single: dict[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
-    """The costs of each distinct layer at each size, from the stages that were timed."""
+def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+    """The costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
         meter.step()
     return costs
 

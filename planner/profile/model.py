@@ -109,6 +109,12 @@ class Model:
         labels = self.batches[rows][1]
         return jpipe.stages.StandaloneStage(self.stack, stage, self._specs[rows], labels, self.loss, self._layerwise, self.precision)
 
+    def gradient_bytes(self, layer_id: str) -> int:
+        """The bytes of a layer's accumulated gradients."""
+        leaves = jax.tree.leaves(self._first_specs[layer_id].params)
+        dtypes = (self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype)) for leaf in leaves)
+        return sum(leaf.size * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))
+
     @cached_property
     def batches(self) -> dict[int, tuple[Tree, Tree]]:
         """Shapes and dtypes of (inputs, labels), by size."""
@@ -202,7 +208,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         )
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
         cost = own[model.sizes[0], "none"]
-        sizes = {"weights": cost.weights, "accumulators": cost.accumulators, "optimizer": cost.optimizer, "state": cost.state}
+        sizes = {"weights": cost.weights, "accumulators": model.gradient_bytes(layer_id), "optimizer": cost.optimizer, "state": cost.state}
         layers.append(LayerProfile(id=layer_id, update=update, at=at, **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), **fields)

@@ -79,14 +79,17 @@ def _with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The layers with the moving average of the parameters in place of the parameters, in their dtypes."""
     found = {}
     for layer_id, parts in layers.items():
-        newest, optimizer = by_path(parts.get("params", {}).get("0", {})), parts.get("optimizer")
-        averages = by_path(optimizer.get("weights_ema", {})) if isinstance(optimizer, Mapping) else {}
+        masters, optimizer = jpipe.runtime.masters_in(parts), parts.get("optimizer")
+        newest = by_path(masters or parts.get("params", {}).get("0", {}))
+        held = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer
+        averages = by_path(held.get("weights_ema", {})) if isinstance(held, Mapping) else {}
         if averages.keys() != newest.keys():
             raise InputError(
                 f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{layer_id}'); "
                 "leave it out, or train with optimizer.ema_decay"
             )
-        found[layer_id] = parts | {"params": {"0": {path: np.asarray(averages[path]).astype(leaf.dtype) for path, leaf in newest.items()}}}
+        params = {path: np.asarray(averages[path]).astype(leaf.dtype) for path, leaf in newest.items()}
+        found[layer_id] = {"params": {"0": params}, "state": parts.get("state", {})}
     return found
 
 

@@ -100,8 +100,8 @@ class Resumed:
         kept = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
         if kept != wanted:
             raise InputError(
-                f"precision.params: expected {kept[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or begin "
-                "another run with the weights of this one (warm_start.file)"
+                f"precision.params: expected {kept[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or "
+                "begin another run with the weights of this one (warm_start.file)"
             )
 
     @property

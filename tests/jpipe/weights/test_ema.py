@@ -86,7 +86,9 @@ def test_another_cut_takes_the_average_over_and_fresh_optimizer_state_begins_it_
     anew = second.restore(key, small, cut.layers(), 4, fresh_optimizer=True)
     running.check_equal(second.params(anew, weights="ema"), second.params(anew))
     anew, _ = second.step(anew, small)  # the weights and their average are in memory of their own
-    with pytest.raises(InputError, match=r"checkpoint: layer 'layer0', optimizer state: .* is it of another optimizer\? .With ema_decay"):
+    with pytest.raises(
+        InputError, match=r"checkpoint: layer 'layer0', optimizer state: .* is it of another optimizer or precision\? .With ema_decay"
+    ):
         Pipeline(STACK, second.plan, models.masked_squares, models.momentum()).check_layers(small, cut.layers(), 4)
 
 

@@ -66,7 +66,7 @@ def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d,
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), [case for case in CASES if case[1] > 1 and case[3] == 1])
 def test_a_schedule_with_masters_equals_the_sequential_reference_bit_for_bit(variant, d, m, replicas):
     plan = Plan.even(STACK.ids, d, microbatches=m, replicas=replicas, **models.VARIANTS[variant])
-    running.check_against_reference(STACK, plan, {3}, MASTERS)
+    running.check_against_reference(STACK, plan, {3}, precision=MASTERS)
 
 
 def test_a_step_with_masters_by_hand():

@@ -76,6 +76,26 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
                 assert getattr(found, part) == getattr(exact, part), (stages, part)
 
 
+@pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), ({"compute": "bfloat16"}, 1)])
+def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
+    layers, batch, loss = MODELS["dense"]
+    stack, optimizer, precision = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9), jpipe.Precision(**fields)
+    device = DEVICE.model_copy(update={"flops": {"bfloat16": 2e9, "float32": 1e3}})  # so slow that none can be meant
+    profile = analyze(stack, batch, loss, optimizer, [2], device, policies=["none"], precision=precision)
+    plain = analyze(stack, batch, loss, optimizer, [2], DEVICE, policies=["none"])
+    for stages in some_cuts(stack.ids, "none"):
+        plan = jpipe.Plan(schedule="gpipe", microbatches=1, stages=stages)
+        expected = jpipe.Pipeline(stack, plan, loss, optimizer, precision=precision).costs(batch(2))
+        for found, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
+            for part in ("weights", "optimizer", "state", "residuals", "inputs"):
+                assert getattr(found, part) == getattr(exact, part), (stages, part)
+            assert exact.accumulators - found.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
+    for found, before in zip(profile.layers, plain.layers, strict=True):
+        assert halved * found.weights == before.weights == found.accumulators == before.accumulators
+        assert found.optimizer == before.optimizer + (halved - 1) * before.weights
+        assert found.at[0].forward < 1e-4
+
+
 def some_cuts(ids, policy):
     """All layers in one stage, each in its own, and in pairs, begun in two places."""
     for size, shift in [(len(ids), 0), (1, 0), (2, 0), (2, 1)]:

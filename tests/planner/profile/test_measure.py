@@ -103,5 +103,5 @@ def test_equal_layers_are_known_whatever_their_optimizer_does():
 
 def test_the_average_of_the_weights_counts_as_optimizer_state():
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "out")})
-    plain, averaged = (Model(stack, ones, loss, optax.adam(1e-3), (2,), decay).stage(["in"], 2).cost for decay in (None, 0.9))
+    plain, averaged = (Model(stack, ones, loss, optax.adam(1e-3), (2,), ema_decay=decay).stage(["in"], 2).cost for decay in (None, 0.9))
     assert averaged.optimizer == plain.optimizer + plain.weights

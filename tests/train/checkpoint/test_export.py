@@ -279,6 +279,15 @@ def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
     check_equal(export.by_name(export._with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
+def test_an_export_has_the_masters_and_not_what_only_looks_like_them():
+    short, master = np.ones(2, np.float16), np.full(2, 1.25, np.float32)
+    layers = {
+        "a": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"w": master}, "state": {"mu": {"w": short}}}},
+        "b": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"b": {"w": master}}}},  # of a user's optimizer, by layer id
+    }
+    check_equal(export.by_name(layers), {"a/w": master, "b/w": short})
+
+
 def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
     shuffled = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}})

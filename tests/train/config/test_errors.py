@@ -143,6 +143,12 @@ def test_a_file_that_is_no_config(refused, file, message):
         ("plan.file=number.json", r"number.json: microbatches: expected a valid integer, found 2.0"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=folder", r"data.path: found no regular file at 'folder', so 0 bytes; give a file"),
+        ("precision.params=bfloat", r"tiny.yaml --set \S+: precision: params: unknown dtype 'bfloat'; did you mean 'bfloat16'\?"),
+        ("precision.loss_scale=dynamic", r"tiny.yaml --set \S+: precision: loss_scale: dynamic loss scaling is not supported yet; give"),
+        (
+            "precision.accumulate=float64",
+            r"precision: accumulate: float64 needs jax.config.update\('jax_enable_x64', True\); enable it, or",
+        ),
         ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),

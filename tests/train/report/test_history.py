@@ -12,7 +12,7 @@ from tests.train.report.test_report import Page
 from tests.train.report.test_tensorboard import read
 from train.assemble import optimizer
 from train.checkpoint import history, resume
-from train.config.config import OptimizerConfig
+from train.config.config import Config, OptimizerConfig
 from train.run import loop
 
 WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
@@ -76,6 +76,16 @@ def test_a_checkpoint_without_a_history_is_one_part():
         (part,) = old.parts()
         assert (part.first, part.end, part.optimizer, part.seconds, part.updates) == (0, 6, "lion", None, updates)
     assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–")]
+
+
+def test_a_checkpoint_of_another_precision_is_refused():
+    plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
+    facts = {"plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
+    for text, kept in (("seed: 0\n", "float32"), ("precision: {params: bfloat16}\n", "bfloat16"), ("precision: [3]\n", "float32")):
+        old = resume.Resumed(Path("run"), 6, resume.Facts(config=text, **facts), (6,))
+        old.check_precision(Config(precision={"params": kept, "compute": "bfloat16"}))
+        with pytest.raises(jpipe.InputError, match=f"^precision.params: expected {kept} as in the checkpoint of step 6, found float16; "):
+            old.check_precision(Config(precision={"params": "float16", "loss_scale": 8.0}))
 
 
 @pytest.mark.parametrize(
