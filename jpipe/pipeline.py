@@ -34,6 +34,7 @@ from jpipe.runtime._placement import checked_devices, device_names, place
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
+from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import measure_bytes
@@ -112,7 +113,7 @@ class Pipeline:
         self._given_devices = None if devices is None else checked_devices(devices)
         options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": skip_nonfinite}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
-        self._steps = Steps(plan, self.uses_global_norm)
+        self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -137,6 +138,18 @@ class Pipeline:
     def uses_global_norm(self) -> bool:
         """Whether updates use the norm of the gradients of all stages: with `clip_global_norm` or `skip_nonfinite`."""
         return self.clip_global_norm is not None or self.skip_nonfinite
+
+    def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
+        """For each group of shared parameters the stages that hold them.
+
+        Raises:
+            InputError: the schedule cannot sum their gradients in time.
+        """
+        sharing = self.stack.ties.sharing([stage.layers for stage in self.plan.stages])
+        if sharing.groups and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
+            names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
+            raise InputError(f"ties: stages share {names}, and {why}, or put the layers that share a parameter into one stage")
+        return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class Pipeline:
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
         given = given_params({} if params is None else params, specs)
         executor = self._compile(batch)
-        places = [(layer_id, stage.device) for stage in executor.stages.values() for layer_id in stage.functions.stage.layers]
+        places = [(layer_id, stage.device) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
 
@@ -230,7 +243,7 @@ class Pipeline:
             raise InputError(f"snapshot: expected the number of a batch, 0 or more, found {batch!r}")
         if self._executor is None:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
-        return Snapshot(self.plan, batch, self._executor.stages)
+        return Snapshot(self.plan, batch, {w: stage.functions for w, stage in self._executor.stages.items()})
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -400,11 +413,19 @@ def _fresh_worker(
 ) -> WorkerState:
     """A worker before batch 0, with the parameters that are given and fresh ones for the others."""
     f, params, state = stage.functions, {}, {}
-    for layer_id in f.stage.layers:
+    for layer_id in _initialized_at(stage):
         fresh, state[layer_id] = initializers[layer_id, stage.device](jax.device_put(f.stack.init_key(layer_id, key), stage.device))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-    version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(params), stage.device)
+    entries = f.stack.ties.split(params, f.stage.layers)
+    version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(entries), stage.device)
+    state = {layer_id: state[layer_id] for layer_id in f.stage.layers}
     return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
+
+
+def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:
+    """The layers that a worker initializes: its own, and those that hold the first places of its shared parameters."""
+    ids, ties = stage.functions.stage.layers, stage.functions.stack.ties
+    return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
 
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:

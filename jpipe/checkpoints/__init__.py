@@ -146,19 +146,20 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
 
 def own_layers(pipe: Pipeline) -> list[str]:
-    """The layers of this process's workers."""
+    """The layers of this process's workers, and the shared parameters that they use."""
     own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
-    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
+    return list(pipe.stack.ties.entries([layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]))
 
 
 def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
     """The names in the checkpoint of the layers of this process's workers."""
     ids, there = own_layers(pipe), files.layers_in(folder, step)
-    if missing := [layer_id for layer_id in pipe.stack.ids if layer_id not in there]:
+    everything = pipe.stack.ties.entries(pipe.stack.ids)
+    if missing := [layer_id for layer_id in everything if layer_id not in there]:
         raise InputError(f"{folder}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")
-    if unknown := [name for name in there if layer_of(name, pipe.stack.ids) is None]:
+    if unknown := [name for name in there if layer_of(name, everything) is None]:
         raise InputError(f"{folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {step}; is it another model?")
-    return [name for name in there if layer_of(name, pipe.stack.ids) in ids]
+    return [name for name in there if layer_of(name, everything) in ids]
 
 
 def _complete(

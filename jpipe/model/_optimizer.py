@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._dependence import reached
 from jpipe.model._precision import wider
+from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model._transformation import instead_of, unfit_mask
 
 Tree = Any
@@ -55,12 +56,14 @@ class LayerwiseOptimizer:
             masks and labels that were given as trees need.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
+        shared: for shared parameters, and for layers that have some, (layer id, tree of that layer) from their arrays.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
     has_masters: bool = False
     ema_decay: float | None = None
+    shared: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """The optimizer state of one layer."""
@@ -68,7 +71,7 @@ class LayerwiseOptimizer:
             masters = masters_of(params)
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with _optax_promotion():
-            state = self.transformation.init({**self.blank, layer_id: params})
+            state = self.transformation.init(self._placed(layer_id, params)[1])
             return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
@@ -79,14 +82,20 @@ class LayerwiseOptimizer:
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         state, average = (state, None) if self.ema_decay is None else state
         with _optax_promotion():
-            updates, state = self.transformation.update({**self.blank, layer_id: gradient}, state, {**self.blank, layer_id: params})
-            own = updates[layer_id] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[layer_id])
-            params = optax.apply_updates(params, own)
+            place, placed = self._placed(layer_id, params)
+            updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed)
+            own = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
+            params = _as(params, optax.apply_updates(placed[place], own))
         return params, state if average is None else Averaged(state, self._moved(average, params))
 
     def average(self, state: Tree) -> Tree:
         """The average of the weights that the state of a layer holds; needs `ema_decay`."""
         return (state.state if self.has_masters else state).weights_ema
+
+    def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
+        """(layer id, what the transformation sees) of the arrays of a layer or a shared parameter."""
+        layer_id, own = self.shared[entry](tree) if entry in self.shared else (entry, tree)
+        return layer_id, {**self.blank, layer_id: own}
 
     @property
     def _without_masters(self) -> "LayerwiseOptimizer":
@@ -97,6 +106,11 @@ class LayerwiseOptimizer:
         decay = self.ema_decay
         assert decay is not None
         return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
+
+
+def _as(like: Tree, tree: Tree) -> Tree:
+    """The arrays of a tree in the structure of another one."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 
 
 def _precise_copy(leaf: jax.Array) -> jax.Array:
@@ -120,7 +134,7 @@ _LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
-def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False) -> LayerwiseOptimizer:
+def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties = NO_TIES) -> LayerwiseOptimizer:
     """The optimizer layer by layer, or a refusal where that would give other numbers.
 
     Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
@@ -132,6 +146,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: 
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
         has_masters: whether it is to update parameters in float32 whatever their dtype is.
+        ties: shared parameters, which are updated by themselves.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead.
@@ -150,7 +165,7 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: 
             f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
         )
 
-    specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
+    specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
     with callers_code(message):
         coupled = _coupled_layers(transformation, specs)
     if coupled is not None:
@@ -159,11 +174,21 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: 
     alone, in_structure = LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)
     with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
         tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
-        found = alone if not _difference(alone, blank, tiny) else in_structure
-        if found is in_structure and (difference := _difference(in_structure, blank, tiny)):
+        found = alone if not _difference(alone, blank, tiny, ties) else in_structure
+        if found is in_structure and (difference := _difference(in_structure, blank, tiny, ties)):
             raise _refusal(difference, transformation)
     _check_without_parameters(found, specs)
-    return replace(found, has_masters=has_masters)
+    return replace(found, has_masters=has_masters, shared=_placers(ties, specs))
+
+
+def _placers(ties: Ties, specs: Mapping[str, Tree]) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
+    """`LayerwiseOptimizer.shared` of a model."""
+    concerned = {layer_id: specs[layer_id] for layer_id in ties.places}
+
+    def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
+        return lambda tree: (layer_id, _as(like, tree))
+
+    return {entry: placer(*next(iter(part.items()))) for entry, part in ties.parts(concerned).items()}
 
 
 def _refusal(why: str, transformation: optax.GradientTransformation) -> InputError:
@@ -223,25 +248,26 @@ def _some(ids: list[str]) -> list[str]:
     return [ids[i * (len(ids) - 1) // (_LAYERS - 1)] for i in range(_LAYERS)]
 
 
-def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> str:
+def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree], ties: Ties) -> str:
     """How these layers one by one differ from these layers together, in words; nothing where they do not.
 
     Args:
         layerwise: one by one.
         blank: the structure of the whole model, in which they are together.
         params: the layers.
+        ties: shared parameters, which are apart when layers are one by one.
     """
     whole = _Run(layerwise.transformation, {**blank, **params})
     try:
-        split = {i: _Run(layerwise.transformation, {**layerwise.blank, i: tree}) for i, tree in params.items()}
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, **part}) for i, part in ties.parts(params).items()}
     except Exception as error:
         return f"on one layer alone it fails: {cause(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
         expected = whole.step({**blank, **gradients})
-        for layer_id in params:
-            found = split[layer_id].step({**layerwise.blank, layer_id: gradients[layer_id]})
+        for layer_id, part in ties.parts(gradients).items():
+            found = split[layer_id].step({**layerwise.blank, **part})
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
                 return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from flax import linen, nnx
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, has_parameter
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
+from jpipe.model._ties import Tie, Ties
 
 Tree = Any  # a pytree of arrays
 
@@ -35,9 +36,10 @@ class LayerStack:
 
     Args:
         layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+        ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
 
     Raises:
-        InputError: a layer that is none of the above, no layer at all, or a parameter shared by two layers.
+        InputError: a layer that is none of the above, no layer at all, a parameter shared by two layers without a tie, or wrong ties.
 
     Example:
         >>> stack = LayerStack({"in": lambda rngs: nnx.Linear(4, 8, rngs=rngs), "act": jnp.tanh})
@@ -45,7 +47,7 @@ class LayerStack:
         ('in', 'act')
     """
 
-    def __init__(self, layers: Mapping[str, Any]) -> None:
+    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = ()) -> None:
         if not isinstance(layers, Mapping):
             raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
         if not list(layers):  # a length may be wrong
@@ -63,6 +65,7 @@ class LayerStack:
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
         _refuse_shared_owners(self.layers)
+        self.ties = Ties(ties, self.ids)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -108,7 +111,7 @@ class LayerStack:
 
         Args:
             ids: which layers, in order.
-            params: parameters by layer id.
+            params: parameters by entry: layer id, or name of a shared parameter.
             state: layer state by layer id.
             x: the input of the first of them, for one microbatch.
             key: the random key of the run; needed in training if a layer draws random numbers.
@@ -125,7 +128,7 @@ class LayerStack:
             if train and layer.stochastic:
                 assert key is not None
                 drawn = jax.random.fold_in(_fold(jax.random.fold_in(key, 1), layer_id), microbatch)
-            x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
+            x, new_state[layer_id] = layer.apply(self.ties.whole(layer_id, params), state[layer_id], x, drawn, train)
         return x, new_state
 
     def is_stochastic(self, ids: Sequence[str]) -> bool:
@@ -154,6 +157,8 @@ class LayerStack:
                 self._known[like] = self._spec(layer_id, before, x)
             found[layer_id] = self._known[like]
             before, x = layer_id, found[layer_id].output
+        if ids is None:
+            self.ties.check({layer_id: spec.params for layer_id, spec in found.items()})
         return found
 
     def _like(self, layer_id: str, x: Tree) -> Any:
@@ -250,6 +255,6 @@ def _refuse_shared_owners(layers: Mapping[str, Layer]) -> None:
 
 def _shared(first: str, second: str, name: str) -> InputError:
     return InputError(
-        f"layers '{first}' and '{second}' share the parameter or module '{name}'; shared parameters (tied weights) are not supported, "
-        f"because two stages would train two copies of it; give '{second}' its own (for a Linen module: module.clone())"
+        f"layers '{first}' and '{second}' share the parameter or module '{name}', which a pipeline cannot see: two stages would train two "
+        f"copies of it; give '{second}' its own (for a Linen module: module.clone()), and to share a parameter a jpipe.Tie"
     )

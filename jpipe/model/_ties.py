@@ -1,16 +1,37 @@
 """Parameters that several layers share: one array in two or more places of the model."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import describe
 
 Tree = Any
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which shared parameters the stages of a plan hold.
+
+    Attributes:
+        groups: (stages, names) of the shared parameters that two or more stages hold, together if the same stages hold them.
+        counted: for each stage the entries that it counts in the global norm: of a shared parameter only the first stage that holds it.
+    """
+
+    groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    counted: tuple[tuple[str, ...], ...]
+
+    def between(self, s: int, other: int) -> tuple[str, ...]:
+        """The shared parameters that both stages hold."""
+        return tuple(name for stages, names in self.groups if {s, other} <= set(stages) for name in names)
+
+
+NOTHING_SHARED = Sharing((), ())
 
 
 @dataclass(frozen=True)
@@ -75,22 +96,30 @@ class Ties:
             found |= dict.fromkeys((*self.names([layer_id]), layer_id))
         return tuple(found)
 
-    def split(self, params: Mapping[str, Tree], first: Callable[[str], Tree] | None = None) -> dict[str, Tree]:
+    def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
+        """What the stages with these layers share."""
+        held = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, holders in held.items():
+            if len(holders) > 1:
+                groups.setdefault(holders, []).append(name)
+        counted = tuple(tuple(name for name in self.entries(ids) if held.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
+        return Sharing(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
+
+    def split(self, params: Mapping[str, Tree], ids: Sequence[str] | None = None) -> dict[str, Tree]:
         """The entries of some layers from their whole parameters.
 
         Args:
-            params: by layer id.
-            first: gives the whole parameters of a layer that is not among them and holds the first place of a shared one.
+            params: by layer id, and of the layers that hold the first places of their shared parameters. Specs may lack the latter.
+            ids: the layers; by default all of `params`.
         """
         found: dict[str, Tree] = {}
-        for layer_id, tree in params.items():
-            found |= {name: None for name in self.names([layer_id]) if name not in found}
-            found[layer_id] = _replaced(tree, dict.fromkeys(self.places.get(layer_id, {})))
-        for name, (layer_id, path) in self.first.items():
-            if name in found:
-                whole = params[layer_id] if layer_id in params or first is None else first(layer_id)
-                found[name] = _leaf(whole, path)
-        return found
+        for layer_id in params if ids is None else ids:
+            for path, name in self.places.get(layer_id, {}).items():
+                place = self.first[name] if self.first[name][0] in params else (layer_id, path)
+                found.setdefault(name, _leaf(params[place[0]], place[1]))
+            found[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
+        return {name: found[name] for name in self.entries(tuple(params if ids is None else ids))}
 
     def whole(self, layer_id: str, entries: Mapping[str, Tree]) -> Tree:
         """The parameters of a layer, shared ones included, from the entries."""
@@ -98,6 +127,29 @@ class Ties:
         if not places:
             return entries[layer_id]
         return _replaced(entries[layer_id], {path: entries[name] for path, name in places.items()})
+
+    def parts(self, params: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
+        """What an optimizer sees of each entry: its arrays in the structure of its layer, masked nodes in the places of all others.
+
+        Args:
+            params: parameters by layer id; what stands in second places is dropped.
+        """
+        firsts = {place: name for name, place in self.first.items()}
+        found: dict[str, dict[str, Tree]] = {}
+        for layer_id, tree in params.items():
+            found[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
+            for path in self.places.get(layer_id, {}):
+                if (layer_id, path) in firsts:
+                    found[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
+        return found
+
+    def without_seconds(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Parameters by layer id, with masked nodes in second places."""
+        firsts = set(self.first.values())
+        return {
+            layer_id: _masked(tree, [path for path in self.places.get(layer_id, {}) if (layer_id, path) not in firsts])
+            for layer_id, tree in params.items()
+        }
 
     def check(self, params: Mapping[str, Tree]) -> None:
         """Refuse ties that do not fit the parameters of the layers.
@@ -152,6 +204,11 @@ def _paths(tree: Tree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
+def _masked(tree: Tree, paths: Iterable[str]) -> Tree:
+    """The tree with `optax.MaskedNode()`, which holds no arrays, at these paths."""
+    return _replaced(tree, {path: optax.MaskedNode() for path in paths})
+
+
 def _leaf(tree: Tree, path: str) -> Any:
     return dict(_paths(tree))[path]
 
@@ -162,3 +219,6 @@ def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
         return tree
     treedef = jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)
     return jax.tree.unflatten(treedef, [values.get(path, leaf) if path in values else leaf for path, leaf in _paths(tree)])
+
+
+NO_TIES = Ties((), ())

@@ -154,14 +154,15 @@ class Executor:
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
         found: dict[str, Tree] = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            s, _ = self._plan.workers[w]
-            if self._plan.stages[s].layers[0] not in found:  # replicas hold the same
-                if weights == "ema":
-                    found |= stage.functions.average_params(worker.optimizer, stage.functions.specs.fresh)
-                elif has_masters:
-                    found |= {layer_id: held.masters for layer_id, held in worker.optimizer.items()}
-                else:
-                    found |= worker.versions[version * self._plan.updates_per_batch(s)]
+            f, (s, _) = stage.functions, self._plan.workers[w]
+            if weights == "ema":
+                entries = f.average_params(worker.optimizer, f.specs.fresh)
+            elif has_masters:
+                entries = {entry: held.masters for entry, held in worker.optimizer.items()}
+            else:
+                entries = worker.versions[version * self._plan.updates_per_batch(s)]
+            if f.stage.layers[0] not in found:  # replicas hold the same
+                found |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in f.stage.layers}
         return copy(found)
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, dict[int, Tree]]:
@@ -207,13 +208,20 @@ def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Progr
     for s, f in enumerate(functions):
         specs[s, "gradient"] = floats_of(f.specs.x), number
         specs[s, "norm"] = f.norm_spec
-        specs[s, "squares"] = tuple(f.squares_spec(len(stage.layers)) for stage in plan.stages[s:])
+        specs[s, "squares"] = f.squares_spec(s)
         if not f.last:
             specs[s, "activation"] = functions[s + 1].specs.x
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)
     sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
     kinds = {(i.worker, i.to, i.message): i for i in sends}
-    return [(i, specs[plan.workers[i.worker][0], i.message]) for _, i in sorted(kinds.items())]
+
+    def spec(i: Send) -> Tree:
+        s = plan.workers[i.worker][0]
+        if i.message != "shared":
+            return specs[s, i.message]
+        return functions[s].shared_with(plan.workers[i.to][0], functions[s].accumulators_spec["gradients"])
+
+    return [(i, spec(i)) for _, i in sorted(kinds.items())]
 
 
 def _replica_sums(plan: Plan, functions: Sequence[StageFunctions]) -> list[tuple[int, Tree]]:

@@ -33,15 +33,15 @@ class Snapshot:
     Args:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        workers: the workers of this process.
+        workers: the functions of the stage of each worker of this process.
 
     Attributes:
         batch: the first batch of a restored run.
     """
 
-    def __init__(self, plan: Plan, batch: int, workers: Iterable[int]) -> None:
+    def __init__(self, plan: Plan, batch: int, workers: Mapping[int, StageFunctions]) -> None:
         self.batch = batch
-        self._parts = {w: _Part(plan, w, batch) for w in workers}
+        self._parts = {w: _Part(plan, w, batch, f) for w, f in workers.items()}
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
@@ -80,12 +80,12 @@ def own_name(layer_id: str, replica: int) -> str:
 class _Part:
     """The part of the snapshot that is copied from one worker."""
 
-    def __init__(self, plan: Plan, worker: int, batch: int) -> None:
+    def __init__(self, plan: Plan, worker: int, batch: int, f: StageFunctions) -> None:
         s, self._replica = plan.workers[worker]
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
-        self._ids = plan.stages[s].layers
+        self._ids, self._entries = f.stage.layers, f.sharing.counted[s]  # of a shared parameter only the first stage is copied
         self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
         self._optimizer: Tree = None
@@ -114,13 +114,14 @@ class _Part:
         self._before = dict(event.state.layer_state)
 
     def layers(self) -> dict[str, Plain]:
-        found: dict[str, Plain] = {layer_id: {} for layer_id in self._ids}
+        found: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
         for layer_id, plain in found.items():
             if self._replica == 0:
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
-            plain["state"] = to_plain(self._state[layer_id])
+            if layer_id in self._state:
+                plain["state"] = to_plain(self._state[layer_id])
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -155,8 +156,8 @@ def fitting(
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
-    ids = f.stage.layers
-    for layer_id in ids:
+    entries = tuple(f.specs.params)
+    for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
 
@@ -172,7 +173,7 @@ def fitting(
             return own
         return with_floats(own, floats_of(from_plain(spec, _mean_state(layers, layer_id), where)))
 
-    versions = {v: {layer_id: params_of(layer_id, newest - v) for layer_id in ids} for v in range(oldest, newest + 1)}
+    versions = {v: {entry: params_of(entry, newest - v) for entry in entries} for v in range(oldest, newest + 1)}
     optimizer = None
     if not fresh:
         specs = f.optimizer_spec
@@ -180,9 +181,9 @@ def fitting(
             layer_id: from_plain(
                 specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state", _OTHER_OPTIMIZER
             )
-            for layer_id in ids
+            for layer_id in entries
         }
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in ids}
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
 
 
 def restored_worker(

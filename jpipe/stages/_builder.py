@@ -65,9 +65,10 @@ class StageBuilder:
         layers = self._stack.specs(inputs)
         unprobed = LayerwiseOptimizer(self._optimizer, {})  # a wrong loss is reported before a wrong optimizer
         functions = []
-        for stage in self._plan.stages:
+        sharing = self._stack.ties.sharing([stage.layers for stage in self._plan.stages])
+        for s, stage in enumerate(self._plan.stages):
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
-            options = {"update_scale": scale, "average_state": self._average_state, **self._options}
+            options = {"update_scale": scale, "average_state": self._average_state, "number": s, "sharing": sharing, **self._options}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
@@ -84,5 +85,5 @@ class StageBuilder:
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:
-            self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters)
+            self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties)
         return self._probed[1]

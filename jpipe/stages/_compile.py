@@ -1,5 +1,6 @@
 """The programs of one stage compiled ahead of time for its device."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,18 @@ import jax.numpy as jnp
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Instruction, Program, SumSquares, Update
+from jpipe.programs._instructions import (
+    AddShared,
+    AllReduce,
+    Backward,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    Program,
+    SumSquares,
+    TakeShared,
+    Update,
+)
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
 
 Tree = Any
@@ -58,13 +70,11 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
         key: {"evaluate", "add_state", "mean_state"} if functions.averages_when_read else {"evaluate"}
         for key, (functions, _) in of_key.items()
     }
-    depths: list[int] = []
     for program in programs:
-        depths = [len(stage.layers) for stage in program.plan.stages]
         for instruction in program.instructions:
             if instruction.worker in workers:
                 used[sharing[instruction.worker]].update(_calls(instruction, program))
-    lowered = {key: {name: _lower_call(*of_key[key], name, depths) for name in sorted(names)} for key, names in used.items()}
+    lowered = {key: {name: _lower_call(*of_key[key], name) for name in sorted(names)} for key, names in used.items()}
     compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
     stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
     return {w: stages[key] for w, key in sharing.items()}
@@ -73,7 +83,7 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
+    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate") for stage in measuring.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.device]}) for w, stage in measuring.items()}
 
@@ -84,11 +94,10 @@ def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: I
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
-    depths = [len(stage.layers) for stage in plan.stages]
     texts: list[list[str]] = []
     distinct: dict[str, jax.stages.Lowered] = {}
     for f, calls in zip(functions, names, strict=True):
-        lowered = [_lower_call(f, device, name, depths) for name in sorted(calls)]
+        lowered = [_lower_call(f, device, name) for name in sorted(calls)]
         texts.append([call.as_text() for call in lowered])
         distinct.update(zip(texts[-1], lowered, strict=True))
     compiled = dict(zip(distinct, _compile_side_by_side(list(distinct.values())), strict=True))
@@ -109,6 +118,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             return ("forward_backward",)
         case AllReduce():
             return "add", "finish"
+        case TakeShared():
+            return ("take_shared",)
+        case AddShared(group=group):
+            return (f"add_shared {group}",)
         case SumSquares():
             return ("sum_squares",) if stage else ("sum_squares", "norm")
         case Update():
@@ -137,7 +150,7 @@ def compile_initializers(
 def compile_start(functions: StageFunctions, device: jax.Device) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
     """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
-    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in names])
+    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name) for name in names])
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
         version = first_version[0](fresh) if first_version else fresh
@@ -159,12 +172,12 @@ def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.
     return jax.jit(_initializer(layer, x)).lower(_on(device, key_spec()))
 
 
-def _lower_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Lowered:
-    return trace_call(functions, device, name, layers).lower()
+def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Lowered:
+    return trace_call(functions, device, name).lower()
 
 
-def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers: Sequence[int]) -> jax.stages.Traced:
-    """One of the calls of a `CompiledStage`, by name, traced for a device; `layers` has the number of layers of each stage of the plan."""
+def trace_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Traced:
+    """One of the calls of a `CompiledStage`, by name, traced for a device."""
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
     norm = f.norm_spec if f.global_norm else None
@@ -176,7 +189,8 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
         "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
-        "norm": lambda: (norm_of, (), (tuple(f.squares_spec(count) for count in layers),)),
+        "norm": lambda: (norm_of, (), (f.squares_spec(0),)),
+        "take_shared": lambda: (f.take_shared, (), (accumulators,)),
         "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),
         "init_optimizer": lambda: (f.init_optimizer, (), (specs.fresh,)),
         "first_version": lambda: (f.first_version, (), (specs.fresh,)),
@@ -187,6 +201,15 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, layers:
         "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
+    for group, (stages, _) in enumerate(f.sharing.groups):
+        if f.number in stages:
+            taken = accumulators["gradients"]
+            received = {s: f.shared_with(s, taken) for s in stages if s != f.number}
+            arguments[f"add_shared {group}"] = lambda group=group, received=received: (  # type: ignore[misc]  # they have defaults
+                functools.partial(f.add_shared, group),
+                (0,),
+                (accumulators, received),
+            )
     function, donated, inputs = arguments[name]()
     if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
         function = _with_done(function)

@@ -14,6 +14,7 @@ from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, Precision, widened
 from jpipe.model._stack import LayerStack
+from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
 
@@ -74,6 +75,8 @@ class StageFunctions:
         update_scale: a factor for the optimizer's updates.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
+        number: of the stage in its plan.
+        sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute as it says already.
     """
 
@@ -90,6 +93,8 @@ class StageFunctions:
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     precision: Precision = PLAIN
+    number: int = 0
+    sharing: Sharing = NOTHING_SHARED
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -120,7 +125,7 @@ class StageFunctions:
         """For each layer the sum of the squares of its mean gradient, as `norm`, and the number of its entries that are not finite."""
         divisor = _divisor(accumulators["weight"])
         means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in accumulators["gradients"].items()}
-        leaves = [[leaf.astype(self.loss_dtype) for leaf in jax.tree.leaves(means[layer_id])] for layer_id in self.stage.layers]
+        leaves = [[leaf.astype(self.loss_dtype) for leaf in jax.tree.leaves(means[entry])] for entry in self._counted]
         zero = jnp.zeros((), self.loss_dtype)
         squares = [sum((jnp.square(leaf).sum() for leaf in layer), zero) for layer in leaves]
         nonfinite = [sum(((~jnp.isfinite(leaf)).sum(dtype=self.loss_dtype) for leaf in layer), zero) for layer in leaves]
@@ -220,16 +225,39 @@ class StageFunctions:
         """Whether updates use the norm of the gradients of all stages."""
         return self.clip_global_norm is not None or self.skip_nonfinite
 
+    def take_shared(self, accumulators: Tree) -> dict[str, jax.Array]:
+        """The gradients of the shared parameters that other stages hold, too; in memory of their own."""
+        names = [name for stages, names in self.sharing.groups if self.number in stages for name in names]
+        return {name: jnp.copy(accumulators["gradients"][name]) for name in names}
+
+    def shared_with(self, other: int, taken: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `take_shared` (or their specs) that another stage holds."""
+        return {name: taken[name] for name in self.sharing.between(self.number, other)}
+
+    def add_shared(self, group: int, accumulators: Tree, received: Mapping[int, Mapping[str, jax.Array]]) -> Tree:
+        """The accumulators with the gradients of a group summed over its stages, in their order; `received` are those of the others."""
+        stages, names = self.sharing.groups[group]
+        gradients = dict(accumulators["gradients"])
+        for name in names:
+            first, *rest = (gradients[name] if s == self.number else received[s][name] for s in stages)
+            gradients[name] = sum(rest, first)
+        return {**accumulators, "gradients": gradients}
+
+    @property
+    def _counted(self) -> tuple[str, ...]:
+        """The entries that this stage counts in the global norm."""
+        return self.sharing.counted[self.number] if self.sharing.counted else tuple(self.specs.params)
+
     @property
     def norm_spec(self) -> GlobalNorm:
         """Shapes and dtypes of the norm."""
         number = jax.ShapeDtypeStruct((), self.loss_dtype)
         return GlobalNorm(number, number)
 
-    def squares_spec(self, layers: int) -> GlobalNorm:
-        """Shapes and dtypes of the sums of squares of a stage of so many layers."""
-        numbers = jax.ShapeDtypeStruct((layers,), self.loss_dtype)
-        return GlobalNorm(numbers, numbers)
+    def squares_spec(self, s: int) -> tuple[GlobalNorm, ...]:
+        """Shapes and dtypes of the sums of squares of stage s and all later ones."""
+        numbers = (jax.ShapeDtypeStruct((len(counted),), self.loss_dtype) for counted in self.sharing.counted[s:])
+        return tuple(GlobalNorm(number, number) for number in numbers)
 
     @property
     def averages_when_read(self) -> bool:
@@ -307,7 +335,7 @@ def stage_functions(
     """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
     rng = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
-    fresh = {layer_id: layers[layer_id].params for layer_id in stage.layers}
+    fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng, fresh)

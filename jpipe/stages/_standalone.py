@@ -61,7 +61,7 @@ class StandaloneStage:
             A program with the arguments forward(params, state, x, labels, rng); backward(params, kept, saved, message, accumulators,
             rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three.
         """
-        return trace_call(self._functions, device, _CALLS[name], [len(self.stage.layers)])
+        return trace_call(self._functions, device, _CALLS[name])
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""
