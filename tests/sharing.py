@@ -58,11 +58,11 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(_compile, "_lower_call", lambda f, device, name, layers: ((f.stage.layers, device, name, tuple(layers)), f))
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(_builder, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
-    share(_builder, "find_layerwise", lambda rule, params, masters: ((tuple(params), masters), rule, params))
+    share(_builder, "find_layerwise", lambda rule, params, masters=False: ((tuple(params), masters), rule, params))
     share(pipeline, "measure_bytes", lambda f, recomputes: ((f.stage.layers, recomputes), f))
     share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
     # What users name may be another function in the next test: only what is built in is shared.
-    share(model, "layers", lambda config, computes: None if config.target else ((repr(config), computes), model.gpt.gpt))
+    share(model, "layers", lambda config, computes=None: None if config.target else ((repr(config), computes), model.gpt.gpt))
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import jpipe
-from planner.cost.memory import waiting_inputs
+from planner.cost.memory import stage_bytes, waiting_inputs
 from planner.machine.topology import Topology
 from planner.search.partition import Placed, Problem, evaluate
 
@@ -70,3 +70,15 @@ def test_inputs_wait_where_the_stage_before_has_more_in_flight():
     assert waiting_inputs(1, 1, 2) == 1  # a straight pipeline
     assert waiting_inputs(1, 2, 9) == 4  # nine in flight are at most five for each of two replicas, one of them computed
     assert waiting_inputs(3, 1, 0) == 0  # nothing before it
+
+
+@pytest.mark.parametrize("accumulators", [100, 200])  # as large as the weights, and where these are kept in half the bits
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_weights_gradients_and_optimizer_state_take_what_is_simulated(schedule, accumulators):
+    for replicas in ((1, 1, 1), (2, 2, 2), (2, 1, 1), (3, 1, 1)):
+        plan, rules = jpipe.Plan.even("abc", 3, schedule, 6, replicas=replicas), jpipe.schedules.SCHEDULES[schedule]
+        costs = [jpipe.programs.StageCost(weights=100, accumulators=accumulators, optimizer=50, update=0.01)] * 3
+        simulated = jpipe.simulate(jpipe.lower(plan, 8), costs).peak_bytes
+        for (s, _), expected in zip(plan.workers, simulated, strict=True):
+            numbers = {"versions": rules.versions_alive(plan, s), "in_flight": rules.in_flight(plan, s), "replicas": replicas[s]}
+            assert stage_bytes(100, 50, 0, 0, 0, 0, 0, 0, **numbers, waiting=0, accumulators=accumulators) == expected
