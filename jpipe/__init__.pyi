@@ -3,6 +3,7 @@ from .errors import InputError, PeerLost
 from .model._layer import Layer
 from .model._precision import Precision
 from .model._stack import LayerStack
+from .model._ties import Tie
 from .pipeline import Pipeline
 from .plan import Plan, Stage
 from .programs._costs import Link
@@ -32,6 +33,7 @@ __all__ = [
     "Precision",
     "Stage",
     "State",
+    "Tie",
     "Tracer",
     "checkpoints",
     "draw_memory",

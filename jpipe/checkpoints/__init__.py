@@ -146,14 +146,19 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
 
 def own_layers(pipe: Pipeline) -> list[str]:
-    """The layers of this process's workers, and the shared parameters that they use."""
+    """The layers of this process's workers, and those that hold the first places of shared parameters that these use."""
+    ids, ties = _layers_here(pipe), pipe.stack.ties
+    return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
+
+
+def _layers_here(pipe: Pipeline) -> list[str]:
     own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
-    return list(pipe.stack.ties.entries([layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]))
+    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
 
 
 def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
     """The names in the checkpoint of the layers of this process's workers."""
-    ids, there = own_layers(pipe), files.layers_in(folder, step)
+    ids, there = pipe.stack.ties.entries(_layers_here(pipe)), files.layers_in(folder, step)
     everything = pipe.stack.ties.entries(pipe.stack.ids)
     if missing := [layer_id for layer_id in everything if layer_id not in there]:
         raise InputError(f"{folder}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")

@@ -56,14 +56,14 @@ class Ties:
     Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
 
     Args:
-        ties: as the user gave them.
+        ties: as the user gave them, an iterable of `Tie`.
         ids: of all layers, in order.
 
     Raises:
         InputError: no ties, a layer that is not in the model, one place twice, or a chain.
     """
 
-    def __init__(self, ties: Iterable[Tie], ids: Sequence[str]) -> None:
+    def __init__(self, ties: Any, ids: Sequence[str]) -> None:
         self.first: dict[str, tuple[str, str]] = {}  # the first place, by name
         self.places: dict[str, dict[str, str]] = {}  # by layer id: the name of the shared parameter by path
         self._order = {layer_id: number for number, layer_id in enumerate(ids)}
@@ -177,7 +177,7 @@ class Ties:
                     )
 
 
-def _checked(ties: Iterable[Tie], ids: Sequence[str]) -> list[Tie]:
+def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
     if isinstance(ties, (str, Mapping)) or not isinstance(ties, Iterable):
         raise InputError(f"ties: expected a list of jpipe.Tie, found {type(ties).__name__}")
     found = list(ties)

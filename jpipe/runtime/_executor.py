@@ -59,7 +59,7 @@ class Executor:
         self.functions, self.spec = functions, spec
         self._plan, self._steps, self._processes = plan, steps, processes
         own = {w: (functions[s], devices[w]) for w, (s, _) in enumerate(plan.workers) if devices[w].process_index == jax.process_index()}
-        self.stages = compile_workers(own, steps.verified_runs)
+        self.stages = compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions])
         self._transport = Transport(devices, plan.stage_workers, processes)
         self._transport.compile(_sends(plan, functions, steps.verified_runs), _replica_sums(plan, functions))
         self._exchange = MetricsExchange(plan, devices, processes, functions[0].global_norm)
@@ -208,7 +208,7 @@ def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Progr
     for s, f in enumerate(functions):
         specs[s, "gradient"] = floats_of(f.specs.x), number
         specs[s, "norm"] = f.norm_spec
-        specs[s, "squares"] = f.squares_spec(s)
+        specs[s, "squares"] = f.squares_spec([len(later.counted) for later in functions[s:]])
         if not f.last:
             specs[s, "activation"] = functions[s + 1].specs.x
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)

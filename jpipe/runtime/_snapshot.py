@@ -85,7 +85,7 @@ class _Part:
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
-        self._ids, self._entries = f.stage.layers, f.sharing.counted[s]  # of a shared parameter only the first stage is copied
+        self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
         self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
         self._optimizer: Tree = None
@@ -132,6 +132,12 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
         return name
     layer_id, _, replica = name.rpartition(" replica ")
     return layer_id if replica.isdecimal() and layer_id in ids else None
+
+
+def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
+    """(layer id, path) of the first place of a shared parameter, if a name in `Snapshot.layers` is that of one."""
+    layer_id, _, path = name.partition(" shared ")
+    return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] else None
 
 
 def fitting(

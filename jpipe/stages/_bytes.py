@@ -27,6 +27,10 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         optimizer=nbytes(f.optimizer_spec),
         state=nbytes(specs.state),
         accumulators=nbytes(f.accumulators_spec),
+        shared=tuple(
+            nbytes([f.accumulators_spec["gradients"][name] for name in names]) if f.number in stages else 0
+            for stages, names in f.sharing.groups
+        ),
     )
 
 

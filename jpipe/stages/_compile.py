@@ -59,10 +59,12 @@ class CompiledStage:
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
 
-def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program]) -> dict[int, CompiledStage]:
+def compile_workers(
+    workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program], counts: Sequence[int]
+) -> dict[int, CompiledStage]:
     """Compile the calls that the programs need for each of these workers, and its evaluation; replicas on one device share them.
 
-    Calls are traced one after the other and compiled in parallel.
+    Calls are traced one after the other and compiled in parallel. `counts` are the numbers of entries that each stage counts in the norm.
     """
     sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
     of_key = {sharing[w]: workers[w] for w in workers}
@@ -74,7 +76,7 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
         for instruction in program.instructions:
             if instruction.worker in workers:
                 used[sharing[instruction.worker]].update(_calls(instruction, program))
-    lowered = {key: {name: _lower_call(*of_key[key], name) for name in sorted(names)} for key, names in used.items()}
+    lowered = {key: {name: _lower_call(*of_key[key], name, counts) for name in sorted(names)} for key, names in used.items()}
     compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
     stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
     return {w: stages[key] for w, key in sharing.items()}
@@ -83,7 +85,7 @@ def compile_workers(workers: Mapping[int, tuple[StageFunctions, jax.Device]], pr
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate") for stage in measuring.values()}
+    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.device]}) for w, stage in measuring.items()}
 
@@ -94,10 +96,11 @@ def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: I
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
+    counts = [len(f.counted) for f in functions]
     texts: list[list[str]] = []
     distinct: dict[str, jax.stages.Lowered] = {}
     for f, calls in zip(functions, names, strict=True):
-        lowered = [_lower_call(f, device, name) for name in sorted(calls)]
+        lowered = [_lower_call(f, device, name, counts) for name in sorted(calls)]
         texts.append([call.as_text() for call in lowered])
         distinct.update(zip(texts[-1], lowered, strict=True))
     compiled = dict(zip(distinct, _compile_side_by_side(list(distinct.values())), strict=True))
@@ -150,7 +153,7 @@ def compile_initializers(
 def compile_start(functions: StageFunctions, device: jax.Device) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
     """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
-    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name) for name in names])
+    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in names])
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
         version = first_version[0](fresh) if first_version else fresh
@@ -172,12 +175,12 @@ def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.
     return jax.jit(_initializer(layer, x)).lower(_on(device, key_spec()))
 
 
-def _lower_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Lowered:
-    return trace_call(functions, device, name).lower()
+def _lower_call(functions: StageFunctions, device: jax.Device, name: str, counts: Sequence[int] = ()) -> jax.stages.Lowered:
+    return trace_call(functions, device, name, counts).lower()
 
 
-def trace_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.stages.Traced:
-    """One of the calls of a `CompiledStage`, by name, traced for a device."""
+def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts: Sequence[int] = ()) -> jax.stages.Traced:
+    """One of the calls of a `CompiledStage`, by name, traced for a device; the norm needs the number of entries that each stage counts."""
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
     norm = f.norm_spec if f.global_norm else None
@@ -189,7 +192,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str) -> jax.
         "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
         "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
-        "norm": lambda: (norm_of, (), (f.squares_spec(0),)),
+        "norm": lambda: (norm_of, (), (f.squares_spec(counts),)),
         "take_shared": lambda: (f.take_shared, (), (accumulators,)),
         "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),
         "init_optimizer": lambda: (f.init_optimizer, (), (specs.fresh,)),

@@ -1,6 +1,6 @@
 """One stage as pure functions: forward, backward, both fused, update, evaluate. They do not depend on the schedule."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -125,7 +125,7 @@ class StageFunctions:
         """For each layer the sum of the squares of its mean gradient, as `norm`, and the number of its entries that are not finite."""
         divisor = _divisor(accumulators["weight"])
         means = {layer_id: _mean(gradient, divisor) for layer_id, gradient in accumulators["gradients"].items()}
-        leaves = [[leaf.astype(self.loss_dtype) for leaf in jax.tree.leaves(means[entry])] for entry in self._counted]
+        leaves = [[leaf.astype(self.loss_dtype) for leaf in jax.tree.leaves(means[entry])] for entry in self.counted]
         zero = jnp.zeros((), self.loss_dtype)
         squares = [sum((jnp.square(leaf).sum() for leaf in layer), zero) for layer in leaves]
         nonfinite = [sum(((~jnp.isfinite(leaf)).sum(dtype=self.loss_dtype) for leaf in layer), zero) for layer in leaves]
@@ -244,9 +244,9 @@ class StageFunctions:
         return {**accumulators, "gradients": gradients}
 
     @property
-    def _counted(self) -> tuple[str, ...]:
+    def counted(self) -> tuple[str, ...]:
         """The entries that this stage counts in the global norm."""
-        return self.sharing.counted[self.number] if self.sharing.counted else tuple(self.specs.params)
+        return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers
 
     @property
     def norm_spec(self) -> GlobalNorm:
@@ -254,9 +254,9 @@ class StageFunctions:
         number = jax.ShapeDtypeStruct((), self.loss_dtype)
         return GlobalNorm(number, number)
 
-    def squares_spec(self, s: int) -> tuple[GlobalNorm, ...]:
-        """Shapes and dtypes of the sums of squares of stage s and all later ones."""
-        numbers = (jax.ShapeDtypeStruct((len(counted),), self.loss_dtype) for counted in self.sharing.counted[s:])
+    def squares_spec(self, counts: Sequence[int]) -> tuple[GlobalNorm, ...]:
+        """Shapes and dtypes of the sums of squares of stages that count so many entries."""
+        numbers = (jax.ShapeDtypeStruct((count,), self.loss_dtype) for count in counts)
         return tuple(GlobalNorm(number, number) for number in numbers)
 
     @property

@@ -141,7 +141,7 @@ class Model:
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
         params = {layer_id: spec.params for layer_id, spec in self._first_specs.items()}
-        found = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters)
+        found = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties)
         return dataclasses.replace(found, ema_decay=self.ema_decay)
 
 

@@ -65,10 +65,12 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer_id, parts in layers.items():
         if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
             continue  # what another replica of that layer has of its own
-        newest = jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {})
-        trees = {layer_id: newest, state_name(layer_id): parts.get("state", {})}
+        newest = by_path(jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {}))
+        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of its first place
+            layer_id, newest = shared[0], dict(zip(shared[1:], newest.values(), strict=True))
+        trees = {layer_id: newest, state_name(layer_id): by_path(parts.get("state", {}))}
         for before, tree in trees.items():
-            for path, leaf in by_path(tree).items():
+            for path, leaf in tree.items():
                 if (name := f"{before}/{path}") in found:
                     raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
                 found[name] = leaf

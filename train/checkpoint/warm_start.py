@@ -80,9 +80,10 @@ def load(
     """
     assert config.file is not None
     path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
+    specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
     model = {
         layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
-        for layer_id, tree in param_specs(pipe.stack, pipe.plan, batch).items()
+        for layer_id, tree in specs.items()
     }
 
     def find() -> tuple[Source, set[str]]:
@@ -170,7 +171,9 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
 
     def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
-        return by_name(checkpoint_files.read_layers(folder, step, names))
+        there = checkpoint_files.layer_specs(folder, step)
+        shared = [name for name in there if (place := jpipe.runtime.shared_place(name, there)) and place[0] in names]
+        return by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))
 
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 
