@@ -124,6 +124,8 @@ class MetricsLog:
         """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
         losses, _, norms, nonfinite = self._known
         found = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
+        if step in norms and not float(nonfinite[step]) and math.isinf(found["gradient_norm"]):
+            del found["gradient_norm"]  # of finite gradients, whose squares are too large
         if not self._config.optimizer.skip_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
             words = {"loss": "loss", "gradient_norm": "norm of the gradient"}

@@ -154,7 +154,7 @@ def test_a_shared_nnx_parameter_is_refused():
             return self.inner(x)
 
     with pytest.raises(
-        InputError, match=r"layers 'a' and 'b' share the parameter or module 'inner\.(kernel|bias)'.*tied weights.*give 'b' its own"
+        InputError, match=r"layers 'a' and 'b' share the parameter or module 'inner\.(kernel|bias)'.*two copies of it; give 'b' its own"
     ):
         LayerStack({"a": lambda rngs: Uses(rngs), "b": lambda rngs: Uses(rngs)})
 
