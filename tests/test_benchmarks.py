@@ -8,10 +8,11 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jpipe
-from benchmarks import gpt, gpu
+from benchmarks import gpt, gpu, learning
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
@@ -220,3 +221,26 @@ def test_the_gpu_program_runs_on_anything_when_tiny(quickly_compiled, capsys):
 def test_the_gpu_program_wants_a_gpu(capsys):
     assert gpu.main([]) == 2
     assert "expected a GPU" in capsys.readouterr().err
+
+
+# Learning -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_compiled):
+    def dense(key, x):
+        return {"w": jax.random.normal(key, (x.shape[-1], 4)) / 2}, {}
+
+    layer = jpipe.Layer(dense, lambda p, state, x, key, train: (jax.numpy.tanh(x @ p["w"]), state))
+    stack = jpipe.LayerStack(dict.fromkeys("abcd", layer))
+    plan = jpipe.Plan.even(list("abcd"), num_stages=4, schedule="pipedream", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), jax.numpy.float32(len(y))), optax.sgd(0.3))
+    rows = np.random.default_rng(0).normal(size=(6, 2, 4, 4)).astype(np.float32)
+    batches = [(x, y) for x, y in rows]
+    state = pipe.init(jax.random.key(0), batches[0])
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    real = [max(state.workers[own[0]].versions.items())[1] for own in plan.stage_workers]
+    same, other = (learning.emulate(pipe, jax.random.key(0), batches, stashing=stashing)[1] for stashing in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(real))
+    assert any(np.any(a["w"] != b["w"]) for s in range(4) for a, b in zip(same[s].values(), other[s].values(), strict=True))
