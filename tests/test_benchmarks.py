@@ -1,5 +1,6 @@
 """What the benchmarks compute from their measurements, and that they compare one and the same model."""
 
+import json
 import os
 import re
 import sys
@@ -12,10 +13,12 @@ import optax
 import pytest
 
 import jpipe
-from benchmarks import gpt, gpu, learning
+from benchmarks import gpt, gpu
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
@@ -241,6 +244,20 @@ def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_
         state, _ = pipe.step(state, batch)
     state = pipe.drain(state)
     real = [max(state.workers[own[0]].versions.items())[1] for own in plan.stage_workers]
-    same, other = (learning.emulate(pipe, jax.random.key(0), batches, stashing=stashing)[1] for stashing in (True, False))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(real))
-    assert any(np.any(a["w"] != b["w"]) for s in range(4) for a, b in zip(same[s].values(), other[s].values(), strict=True))
+    same, other = (
+        [*Emulation(pipe, batches[0], stashing=stashing).run(jax.random.key(0), batches)][-1].params for stashing in (True, False)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(merged(real)))
+    assert any(np.any(same[layer]["w"] != other[layer]["w"]) for layer in same)
+
+
+def test_the_learning_benchmark_runs_all_variants_and_predicts_the_bubble(quickly_compiled, tmp_path, capsys):
+    learning.main(["digits", "--quick", "--json", str(tmp_path / "learning.json"), "--pictures", str(tmp_path)])
+    (setting,) = json.loads((tmp_path / "learning.json").read_text())["settings"]
+    times = {name: variant["step_time"] for name, variant in setting["variants"].items()}
+    assert times == pytest.approx(dict.fromkeys(times, 1) | {"plain": 1.75})  # four microbatches take the time of seven
+    losses = {name: variant["runs"][0]["loss"] for name, variant in setting["variants"].items()}
+    assert all(np.isfinite(values).all() and len(values) == 2 for values in losses.values())
+    assert len({values[-1] for values in losses.values()}) == 5  # each reads other weights
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"learning-{name}.png" for name in ("loss", "time", "accuracy")}
+    assert capsys.readouterr().out.count("\n| P") == 3
