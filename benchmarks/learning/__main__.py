@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which tasks, by default all: {', '.join(TASKS)}")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates, instead of those of docs/learning.md; four stages")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="a few steps with one seed, to see that it runs")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/learning.json"), help="default: %(default)s")
     parser.add_argument("--pictures", type=pathlib.Path, help="a folder for pictures; by default none are drawn")
@@ -48,30 +50,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.names if name not in TASKS]:
         parser.error(f"unknown task '{unknown[0]}'; known: {', '.join(TASKS)}")
     settings = [setting for setting in SETTINGS if setting.task in (options.names or TASKS)]
+    first = {setting.task: setting for setting in reversed(settings)}
+    if options.rates:
+        settings = [dataclasses.replace(setting, learning_rate=rate) for setting in first.values() for rate in options.rates]
     if options.quick:
-        first = {setting.task: setting for setting in reversed(settings)}
         settings = [dataclasses.replace(setting, steps=4, every=2) for setting in first.values()]
     results: dict[str, Any] = {"machine": describe(), "settings": []}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     for setting in settings:
-        results["settings"].append(measure(setting, range(1 if options.quick else SEEDS)))
+        results["settings"].append(measure(setting, options.variants, range(1 if options.quick else SEEDS)))
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if options.pictures is not None:
         draw_all(results["settings"], options.pictures)
     print(f"written to {options.json}", file=sys.stderr)
 
 
-def measure(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
-    """Train all variants; prints a row of a table for each.
+def measure(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Train variants; prints a row of a table for each.
 
     Args:
         setting: what is trained.
+        variants: which of `VARIANTS`.
         seeds: one run for each.
     """
     task, found = TASKS[setting.task](), {}
     print(f"\n{setting.name}, {setting.steps} steps; mean over {len(seeds)} seeds (range)\n")
     print(f"| {'':<26} | {'loss on held-out data':<24} | {'accuracy':<24} | predicted time of a step |\n|---|---|---|---|")
-    for variant in VARIANTS:
+    for variant in variants:
         began = time.monotonic()
         curves = train(setting, task, variant, seeds)
         step_time = predict_step(make_plan(variant, task.stack.ids, setting.stages))

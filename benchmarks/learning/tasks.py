@@ -41,7 +41,7 @@ class Task:
 
 
 def make_gpt() -> Task:
-    """Four blocks of width 64, 250,000 parameters; Adam; 8 sequences of 64 bytes per batch."""
+    """Four blocks of width 64, 240,000 parameters; Adam; 8 sequences of 64 bytes per batch."""
     text = data.read_text(None, 0.05)
     train, held_out = data.Windows(text.train, SEQ_LEN), data.Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
