@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.names if name not in TASKS]:
         parser.error(f"unknown task '{unknown[0]}'; known: {', '.join(TASKS)}")
     settings = [setting for setting in SETTINGS if setting.task in (options.names or TASKS)]
-    first = {setting.task: setting for setting in reversed(settings)}
+    if options.rates or options.quick:
+        settings = list({setting.task: setting for setting in reversed(settings)}.values())  # the first of each task
     if options.rates:
-        settings = [dataclasses.replace(setting, learning_rate=rate) for setting in first.values() for rate in options.rates]
+        settings = [dataclasses.replace(setting, learning_rate=rate) for setting in settings for rate in options.rates]
     if options.quick:
-        settings = [dataclasses.replace(setting, steps=4, every=2) for setting in first.values()]
+        settings = [dataclasses.replace(setting, steps=4, every=2) for setting in settings]
     results: dict[str, Any] = {"machine": describe(), "settings": []}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
     for setting in settings:
