@@ -12,7 +12,7 @@ else echo "No Python 3.12 or newer found: the tests on the newest JAX are skippe
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults docs pictures clean
+.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -61,6 +61,9 @@ bench-planner: .venv/ready ## Measure the planner: its speed, the papers' exampl
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
+
+bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about ten minutes; draws docs/pictures/learning-*.png
+	@$(VENV)/python -m benchmarks.learning --pictures docs/pictures
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
 	@$(VENV)/python -m docs.reference build/docs

@@ -1,5 +1,6 @@
 """What the benchmarks compute from their measurements, and that they compare one and the same model."""
 
+import json
 import os
 import re
 import sys
@@ -8,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jpipe
@@ -15,6 +17,8 @@ from benchmarks import gpt, gpu
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
@@ -220,3 +224,40 @@ def test_the_gpu_program_runs_on_anything_when_tiny(quickly_compiled, capsys):
 def test_the_gpu_program_wants_a_gpu(capsys):
     assert gpu.main([]) == 2
     assert "expected a GPU" in capsys.readouterr().err
+
+
+# Learning -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_compiled):
+    def dense(key, x):
+        return {"w": jax.random.normal(key, (x.shape[-1], 4)) / 2}, {}
+
+    layer = jpipe.Layer(dense, lambda p, state, x, key, train: (jax.numpy.tanh(x @ p["w"]), state))
+    stack = jpipe.LayerStack(dict.fromkeys("abcd", layer))
+    plan = jpipe.Plan.even(list("abcd"), num_stages=4, schedule="pipedream", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), jax.numpy.float32(len(y))), optax.sgd(0.3))
+    rows = np.random.default_rng(0).normal(size=(6, 2, 4, 4)).astype(np.float32)
+    batches = [(x, y) for x, y in rows]
+    state = pipe.init(jax.random.key(0), batches[0])
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    real = [max(state.workers[own[0]].versions.items())[1] for own in plan.stage_workers]
+    same, other = (
+        [*Emulation(pipe, batches[0], stashing=stashing).run(jax.random.key(0), batches)][-1].params for stashing in (True, False)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(merged(real)))
+    assert any(np.any(same[layer]["w"] != other[layer]["w"]) for layer in same)
+
+
+def test_the_learning_benchmark_runs_all_variants_and_predicts_the_bubble(quickly_compiled, tmp_path, capsys):
+    learning.main(["digits", "--quick", "--json", str(tmp_path / "learning.json"), "--pictures", str(tmp_path)])
+    (setting,) = json.loads((tmp_path / "learning.json").read_text())["settings"]
+    times = {name: variant["step_time"] for name, variant in setting["variants"].items()}
+    assert times == pytest.approx(dict.fromkeys(times, 1) | {"plain": 1.75})  # four microbatches take the time of seven
+    losses = {name: variant["runs"][0]["loss"] for name, variant in setting["variants"].items()}
+    assert all(np.isfinite(values).all() and len(values) == 2 for values in losses.values())
+    assert len({values[-1] for values in losses.values()}) == 5  # each reads other weights
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"learning-{name}.png" for name in ("loss", "time", "accuracy")}
+    assert capsys.readouterr().out.count("\n| P") == 3

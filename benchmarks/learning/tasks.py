@@ -1,0 +1,99 @@
+"""The two models, with real data: a small GPT on the source of Python's standard library, an MLP on the digits of scikit-learn."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import sklearn.datasets
+from flax import nnx
+
+import jpipe
+from train.assemble import data, gpt
+from train.config.config import ModelConfig
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+SEQ_LEN = 64  # bytes per sequence
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data and its optimizer.
+
+    Attributes:
+        stack: the model; all layers but the first and the last are equal.
+        loss: as `jpipe.Pipeline` takes it; in nats per byte or per image.
+        optimizer: from a learning rate.
+        batches: the batches without end, from a seed.
+        held_out: (inputs, labels), not among the batches.
+    """
+
+    stack: jpipe.LayerStack
+    loss: Callable[[jax.Array, jax.Array], Any]
+    optimizer: Callable[[float], optax.GradientTransformation]
+    batches: Callable[[int], Iterator[Batch]]
+    held_out: Batch
+
+
+def make_gpt() -> Task:
+    """Four blocks of width 64, 240,000 parameters; Adam; 8 sequences of 64 bytes per batch."""
+    text = data.read_text(None, 0.05)
+    train, held_out = data.Windows(text.train, SEQ_LEN), data.Windows(text.validation, SEQ_LEN)
+    rng = np.random.default_rng(0)
+    return Task(
+        gpt.gpt(ModelConfig(depth=4, width=64, heads=4, seq_len=SEQ_LEN)),
+        gpt.loss,
+        optax.adam,
+        partial(_shuffled, len(train), 8, lambda rows: _stack(train, rows)),
+        _stack(held_out, rng.choice(len(held_out), 128, replace=False)),
+    )
+
+
+def make_digits() -> Task:
+    """An MLP of eight layers of width 64; SGD with momentum 0.9; 32 of 1,437 images per batch, 360 held out."""
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
+    order = np.random.default_rng(0).permutation(len(images))
+    train, held_out = order[:-360], order[-360:]
+    hidden = {f"hidden_{i}": functools.partial(Dense, 64) for i in range(1, 7)}
+    return Task(
+        jpipe.LayerStack({"in": partial(Dense, 64), **hidden, "out": lambda rngs: nnx.Linear(64, 10, rngs=rngs)}),
+        gpt.loss,
+        partial(optax.sgd, momentum=0.9),
+        partial(_shuffled, len(train), 32, lambda rows: (images[train[rows]], labels[train[rows]])),
+        (images[held_out], labels[held_out]),
+    )
+
+
+class Dense(nnx.Module):
+    """A linear map of equal width and a ReLU, initialized for it (He et al.)."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(width, width, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.relu(self.linear(x))
+
+
+def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Share of the labels with the largest logit."""
+    return (logits.argmax(-1) == labels).mean()
+
+
+def _shuffled(count: int, size: int, read: Callable[[np.ndarray], Batch], seed: int) -> Iterator[Batch]:
+    """Epoch after epoch in a new order; the rest of an epoch that fills no batch is left out."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(count)
+        for i in range(count // size):
+            yield read(order[i * size : (i + 1) * size])
+
+
+def _stack(windows: data.Windows, rows: np.ndarray) -> Batch:
+    inputs, labels = zip(*(windows[int(row)] for row in rows), strict=True)
+    return np.stack(inputs), np.stack(labels)
