@@ -134,7 +134,9 @@ _LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
-def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties = NO_TIES) -> LayerwiseOptimizer:
+def find_layerwise(
+    transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties | None = None
+) -> LayerwiseOptimizer:
     """The optimizer layer by layer, or a refusal where that would give other numbers.
 
     Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
@@ -146,11 +148,12 @@ def find_layerwise(transformation: Any, specs: Mapping[str, Tree], has_masters: 
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
         has_masters: whether it is to update parameters in float32 whatever their dtype is.
-        ties: shared parameters, which are updated by themselves.
+        ties: the shared parameters, if there are any; they are updated by themselves.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead.
     """
+    ties = NO_TIES if ties is None else ties
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")

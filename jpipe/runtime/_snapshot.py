@@ -162,7 +162,7 @@ def fitting(
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
-    entries = tuple(f.specs.params)
+    entries = f.stack.ties.entries(f.stage.layers)
     for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")

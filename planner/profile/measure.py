@@ -68,8 +68,7 @@ def measure(
             programs.begin(alone, rows)
         held = count_bytes(model, policies, meter)  # while XLA compiles
         programs.finish()  # what is timed is all that runs
-        single = {rows: Bench(programs, alone, rows) for rows in model.sizes}
-        groups = {}
+        single, groups = {rows: Bench(programs, alone, rows) for rows in model.sizes}, {}
         for rows, bench in single.items():
             bench.time(FEWEST)
             meter.step()
@@ -77,7 +76,7 @@ def measure(
             programs.begin(groups[rows], rows)
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
-    _in_turns(list(benches.values()), repetitions, seconds)
+    _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
