@@ -121,7 +121,7 @@ class Executor:
     def settle(self, state: State) -> tuple[State, int]:
         """(state, the newest version, in batches, that all workers of all processes hold); if there is none, for a drained copy."""
         # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
-        since = 0 if state.start == state.batch else state.batch
+        since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
         version = self._steps.common_version(since, state.batch)
         if version is None:
             return self.drained_copy(state), state.batch

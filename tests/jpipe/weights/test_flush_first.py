@@ -83,6 +83,24 @@ def flushing(plan: Plan) -> Plan:
     return Plan(schedule="pipedream_flush", microbatches=plan.microbatches, stages=plan.stages)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])
+def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, norm):
+    """So many batches later; in each batch, most of all in the first ones after the warm-up."""
+    fields, first = FREE[variant], 3
+    m = 4 if variant == "pipedream_2bw" else 1
+    batches, versions = models.masked_batches(8, m), {}
+    for warm in (0, first):
+        plan = Plan.even(STACK.ids, 4, microbatches=m, flush_first=warm, **fields)
+        pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), skip_nonfinite=norm)
+        state = fresh(pipe, batches)
+        for t, batch in enumerate(batches):
+            state, _ = pipe.step(state, batch)
+            versions[warm, t] = pipe.evaluate(state, batch).version
+    assert [versions[first, t] for t in range(first)] == [1, 2, 3]
+    assert [versions[first, t] - first for t in range(first, 8)] == [versions[0, t] for t in range(8 - first)]
+
+
 @pytest.mark.parametrize("cut", [1, 3])
 def test_a_run_that_is_restored_during_or_after_the_warm_up_is_the_same(cut):
     plan = Plan.even(STACK.ids, 2, "pipedream_2bw", 2, flush_first=2)
