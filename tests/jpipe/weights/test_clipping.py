@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 
 import jax
@@ -197,13 +198,44 @@ def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, late
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("bandwidth", [4.0, 0.25])
 @pytest.mark.parametrize("replicas", [(2, 2), (3, 3, 3), (2, 1), (1, 2, 1)])
-def test_no_worker_waits_for_the_norm_behind_a_sum_over_replicas(replicas):
-    """In steady state, where sums take less than a forward and a backward."""
+def test_no_worker_waits_for_the_norm_behind_a_sum_over_replicas(replicas, bandwidth):
+    """In steady state, also where sums take longer than a forward and a backward."""
     plan = Plan.even("abc", len(replicas), "pipedream_2bw", 18, replicas=replicas)
     costs = [StageCost(accumulators=1)] * plan.depth
-    seconds = [predict_window(plan, costs, 6, 3, global_norm=norm, link=Link(bandwidth=4.0)).seconds for norm in (False, True)]
+    seconds = [predict_window(plan, costs, 6, 3, global_norm=norm, link=Link(bandwidth=bandwidth)).seconds for norm in (False, True)]
     assert seconds[0] == pytest.approx(seconds[1])
+
+
+@st.composite
+def plans_with_replicas(draw) -> dict:
+    """Like `plans_without_a_flush`, with replicas; under vertical sync with any number of microbatches that they allow."""
+    replicas = tuple(draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4)))
+    fields = draw(st.sampled_from([models.VARIANTS[name] for name in ("pipedream_2bw", "pipedream_vertical_sync")]))
+    fields = fields | {"num_stages": len(replicas), "replicas": replicas, "extra_in_flight": draw(st.integers(0, 1))}
+    least = 1 if fields["schedule"] == "pipedream" else 4 * len(replicas)
+    return fields | {"microbatches": math.lcm(*replicas) * draw(st.integers(least, least + 3))}
+
+
+@settings(deadline=None, max_examples=60)
+@given(fields=plans_with_replicas(), seed=st.integers(0, 9))
+def test_replicas_begin_as_without_the_norm_whatever_computations_cost(fields, seed):
+    """In steady state, where sums and messages take no time."""
+    plan, rng = Plan.even("abcd", **fields), random.Random(seed)
+    costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4)) for _ in plan.stages]
+    seconds = [predict_window(plan, costs, 8, 3, global_norm=norm).seconds for norm in (False, True)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_the_norm_is_predicted_to_wait_for_the_sums_of_all_stages():
+    """Only the last stage has replicas, whose sum takes long; the first stage's gradients are complete before."""
+    plan = Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2))
+    costs = [StageCost(), StageCost(accumulators=100)]
+    timeline = simulate(lower(plan, 1, global_norm=True), costs, Link(bandwidth=1.0)).timeline
+    (update,) = [span for span in timeline[0] if span.updates]
+    assert update.end < 10
+    assert update.update_start > 100
 
 
 @pytest.mark.parametrize("microbatches", [4, 5, 11])
