@@ -1,7 +1,7 @@
 """From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from numbers import Integral
 from typing import NamedTuple
@@ -210,15 +210,14 @@ class _Run:
         plan, (op, s, k), of = self.plan, entry, self.available
         if op == "B":
             return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
-        times = [of.time("output", s - 1, k, worker) if s > 0 else 0]
+        wanted = [("output", s - 1, k)] if s > 0 else []
         if self.route is not None and self.waits[s]:
             if (batch := self._due_with(s, k)) is not None:
-                times += [of.time("norm", 0, batch, worker)] if self.global_norm and s == 0 else []
-                times += [of.time("shared", source, batch, worker) for group in self.shares[s] for source in self._sources(worker, group)]
+                wanted += [("norm", 0, batch)] if self.global_norm and s == 0 else []
+                wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
         elif plan.replicas[s] > 1 and version > self.start * plan.updates_per_batch(s):
-            times.append(of.time("sum", s, version - 1, worker))
-        known = [time for time in times if time is not None]
-        return max(known) if len(known) == len(times) else None
+            wanted.append(("sum", s, version - 1))
+        return of.latest(wanted, worker)
 
     def _settle(self, worker: "_Worker") -> bool:
         """Do what comes before the next computation of a worker: give shared gradients, sum squares, or make an update.
@@ -264,12 +263,12 @@ class _Run:
         while worker.squares_due:
             assert self.route is not None
             batch, groups = worker.squares_due[0], [group for group in self.shares[s] if self.shared[group][0] == s]
-            times = [of.time("sum", s, batch, worker), of.time("squares", s + 1, batch, worker) if s + 1 < plan.depth else 0]
-            times += [of.time("shared", source, batch, worker) for group in groups for source in self._sources(worker, group)]
-            known = [time for time in times if time is not None]
-            if len(known) < len(times):
+            wanted = [("sum", s, batch), *([("squares", s + 1, batch)] if s + 1 < plan.depth else [])]
+            wanted += [("shared", source, batch) for group in groups for source in self._sources(worker, group)]
+            ready = of.latest(wanted, worker)
+            if ready is None:
                 return False
-            worker.clock = max(worker.clock, *known)
+            worker.clock = max(worker.clock, ready)
             self._add_shared(worker, batch, worker.clock, first=True)
             self.listing.write(worker.clock, SumSquares(w, batch))
             k = last_microbatch(plan, batch)
@@ -460,6 +459,16 @@ class _Availability:
         if time is None:
             self._waiting.setdefault((what, s, number), []).append(worker.number)
         return time
+
+    def latest(self, wanted: Iterable[tuple[str, int, int]], worker: _Worker) -> int | None:
+        """Since when all of these are available. None if one is not yet; then the worker waits for that one only, to be woken once."""
+        latest = 0
+        for what, s, number in wanted:
+            time = self.time(what, s, number, worker)
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest
 
 
 class _Listing:
