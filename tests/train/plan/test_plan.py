@@ -95,7 +95,7 @@ def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(fil
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(planning, "measure", lambda *model, seconds, progress: seen.append(model) or profile())
+    monkeypatch.setattr(planning, "measure", lambda *model, seconds, progress, precision, ema_decay: seen.append(model) or profile())
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
