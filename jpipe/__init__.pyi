@@ -1,7 +1,7 @@
 from . import checkpoints, errors, files, model, plan, processes, programs, runtime, schedules, stages
 from .errors import InputError, PeerLost
 from .model._layer import Layer
-from .model._precision import Precision
+from .model._precision import DynamicLossScale, Precision
 from .model._stack import LayerStack
 from .model._ties import Tie
 from .pipeline import Pipeline
@@ -20,6 +20,7 @@ from .viz._perfetto import to_perfetto
 __version__: str
 
 __all__ = [
+    "DynamicLossScale",
     "Evaluation",
     "InputError",
     "Layer",

@@ -10,6 +10,7 @@ import numpy as np
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
+from jpipe.model._precision import Precision
 from jpipe.plan import Plan
 from jpipe.runtime._executor import Weights
 from jpipe.runtime._plain import filled
@@ -44,7 +45,7 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, plan: Plan) -> None:
+def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
     """Refuse options that need the global norm of the gradients, if they are wrong or the schedule has no norm in time."""
     if clip_global_norm is not None and (
         not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf
@@ -52,7 +53,12 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, plan: Plan) -
         raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
-    for option, used in (("clip_global_norm", clip_global_norm is not None), ("skip_nonfinite", skip_nonfinite)):
+    options = {
+        "clip_global_norm": clip_global_norm is not None,
+        "skip_nonfinite": skip_nonfinite,
+        "precision: loss_scale: dynamic": precision.dynamic_scale is not None,
+    }
+    for option, used in options.items():
         if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
             raise InputError(f"{option}: {why}")
 

@@ -64,7 +64,8 @@ class Pipeline:
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
             each update is made when it arrives.
         skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
-            `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip.
+            `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip. A dynamic
+            loss scale implies it.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
             At least 0 and below 1.
@@ -104,14 +105,14 @@ class Pipeline:
         if not callable(loss):
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
-        check_norm_options(clip_global_norm, skip_nonfinite, plan)
-        check_ema_decay(ema_decay)
         check_precision(precision)
+        check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
+        check_ema_decay(ema_decay)
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self._given_devices = None if devices is None else checked_devices(devices)
-        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": skip_nonfinite}
+        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
@@ -136,8 +137,13 @@ class Pipeline:
 
     @property
     def uses_global_norm(self) -> bool:
-        """Whether updates use the norm of the gradients of all stages: with `clip_global_norm` or `skip_nonfinite`."""
-        return self.clip_global_norm is not None or self.skip_nonfinite
+        """Whether updates use the norm of the gradients of all stages: to clip, to skip batches, or for a dynamic loss scale."""
+        return self.clip_global_norm is not None or self._skips
+
+    @property
+    def _skips(self) -> bool:
+        """Whether batches whose gradients are not finite are skipped."""
+        return self.skip_nonfinite or self.precision.dynamic_scale is not None
 
     def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each group of shared parameters the stages that hold them.
@@ -419,7 +425,9 @@ def _fresh_worker(
     entries = f.stack.ties.split(params, f.stage.layers)
     version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(entries), stage.device)
     state = {layer_id: state[layer_id] for layer_id in f.stage.layers}
-    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device))
+    dynamic = f.precision.dynamic_scale
+    scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.device)
+    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device), scales)
 
 
 def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,63 @@ Tree = Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACCUMULATE = ("float32", "float64")
+
+
+class LossScale(NamedTuple):
+    """A loss scale that changes while a run goes on; scalars.
+
+    Attributes:
+        value: the gradient of the loss is multiplied by it; float32.
+        finite: how many batches in a row since its last change had finite gradients; int32.
+    """
+
+    value: Any
+    finite: Any
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that is halved when a batch has gradients that are NaN or infinite, and doubled when many batches in a row have none.
+
+    It stays at least 1 and at most 2**100. Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+
+    Attributes:
+        initial: of the first batch; a power of two changes no bits but those that it is for.
+        growth_every: after how many batches in a row with finite gradients it is doubled.
+
+    Raises:
+        InputError: an initial scale outside [1, 2**100], or a number of batches that is no integer of at least 1.
+
+    Example:
+        >>> Precision(params="float16", loss_scale="dynamic").loss_scale
+        DynamicLossScale(initial=32768.0, growth_every=2000)
+    """
+
+    initial: float = 2.0**15
+    growth_every: int = 2000
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.initial) or not 1 <= self.initial <= _LARGEST_SCALE:
+            raise InputError(
+                f"precision: loss_scale: initial: expected a number from 1 to 2**100, found {self.initial!r}; the default is 32768"
+            )
+        if not isinstance(self.growth_every, int) or isinstance(self.growth_every, bool) or not 1 <= self.growth_every < 2**31:
+            raise InputError(
+                f"precision: loss_scale: growth_every: expected a number of batches, at least 1, found {self.growth_every!r}; "
+                "the default is 2000"
+            )
+        object.__setattr__(self, "initial", float(self.initial))
+
+    def first(self) -> LossScale:
+        """The scale of the first batch."""
+        return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def after(self, scale: LossScale, is_finite: Any) -> LossScale:
+        """The scale that follows one, depending on whether all gradients of a batch were finite."""
+        finite = jnp.where(is_finite, scale.finite + 1, 0)
+        grows = finite == self.growth_every
+        value = jnp.where(is_finite, jnp.where(grows, scale.value * 2, scale.value), scale.value / 2)
+        return LossScale(jnp.clip(value, 1, _LARGEST_SCALE), jnp.where(grows, 0, finite))
 
 
 @dataclass(frozen=True)
@@ -34,10 +91,11 @@ class Precision:
         accumulate: in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their dtype.
             "float64" needs JAX with `jax_enable_x64`.
         loss_scale: the gradient of the loss is multiplied by it at the last stage, and each stage divides by it what it accumulates, so
-            that small gradients do not vanish in float16. A power of two changes no bits else. None: 1.
+            that small gradients do not vanish in float16. A power of two changes no bits else. None: 1. A `DynamicLossScale`, or
+            "dynamic" for the default one, adapts it, and a batch whose gradients are not all finite is skipped.
 
     Raises:
-        InputError: an unknown dtype, or a loss scale that is no finite number above 0.
+        InputError: an unknown dtype, or a loss scale that is none of these.
 
     Example:
         >>> Precision(params="bfloat16").compute
@@ -47,7 +105,7 @@ class Precision:
     params: str = "float32"
     compute: str | None = None
     accumulate: str = "float32"
-    loss_scale: float | str | None = None
+    loss_scale: float | DynamicLossScale | str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("params", DTYPES), ("compute", DTYPES), ("accumulate", ACCUMULATE)):
@@ -60,7 +118,7 @@ class Precision:
             object.__setattr__(self, "loss_scale", _checked_scale(self.loss_scale))
         elif self.compute == "float16":
             warnings.warn(
-                "precision: compute is float16 without a loss_scale: gradients below 3e-8 become zero; set loss_scale, such as 1024, "
+                'precision: compute is float16 without a loss_scale: gradients below 3e-8 become zero; set loss_scale to "dynamic", '
                 "or compute in bfloat16, which needs none",
                 UserWarning,
                 stacklevel=3,
@@ -76,6 +134,11 @@ class Precision:
         """The loss scale, if it is a number."""
         return self.loss_scale if isinstance(self.loss_scale, float) else None
 
+    @property
+    def dynamic_scale(self) -> DynamicLossScale | None:
+        """The loss scale, if it changes."""
+        return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
+
     def version_dtype(self, dtype: Any) -> Any:
         """The dtype of a parameter in the weight versions, from that which its layer gives it."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
@@ -85,16 +148,26 @@ class Precision:
         return wider(dtype, self.accumulate)
 
 
+_LARGEST_SCALE = 2.0**100
 PLAIN = Precision()  # all dtypes as the layers make them
 _NARROW = tuple(jnp.dtype(name) for name in DTYPES)  # what is cast; float64 is left alone: who has it wants it
 
 
-def _checked_scale(scale: Any) -> float:
+def _checked_scale(scale: Any) -> float | DynamicLossScale:
+    if isinstance(scale, DynamicLossScale):
+        return scale
     if scale == "dynamic":
-        raise InputError("precision: loss_scale: dynamic loss scaling is not supported yet; give a number, such as 1024")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise InputError(f"precision: loss_scale: expected a finite number above 0 or None, found {scale!r}; give one such as 1024")
+        return DynamicLossScale()
+    if not _is_number(scale) or not 0 < scale < math.inf:
+        raise InputError(
+            f'precision: loss_scale: expected a finite number above 0, "dynamic", a DynamicLossScale or None, found {scale!r}; '
+            "give one such as 1024"
+        )
     return float(scale)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_precision(precision: Any) -> None:

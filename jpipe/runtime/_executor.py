@@ -62,7 +62,7 @@ class Executor:
         self.stages = compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions])
         self._transport = Transport(devices, plan.stage_workers, processes)
         self._transport.compile(_sends(plan, functions, steps.verified_runs), _replica_sums(plan, functions))
-        self._exchange = MetricsExchange(plan, devices, processes, functions[0].global_norm)
+        self._exchange = MetricsExchange(plan, devices, processes, functions[0].global_norm, functions[0].scale_spec is not None)
         self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of metrics
         self.fingerprint = fingerprint(plan, devices, spec, functions)
 
@@ -88,7 +88,7 @@ class Executor:
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
         """The state with nothing in flight, and what only now is known of batches; each replica keeps its own layer state."""
         if state.start == state.batch:
-            return state, Metrics({}, {}, {}, {})
+            return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
         workers, found = self._run(program, shift, state.workers, None, observe)
         return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)

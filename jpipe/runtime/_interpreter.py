@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.model._precision import LossScale
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
@@ -57,7 +58,7 @@ class Found(NamedTuple):
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
-        norms: for each update that used it, the `GlobalNorm` of the gradients.
+        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric.
     """
 
@@ -142,10 +143,20 @@ class _Held:
     accumulators: Tree
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
+    loss_scales: dict[int, LossScale]
     squares: tuple[Tree, ...] = ()
 
     def state(self) -> WorkerState:
-        return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key)
+        return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key, self.loss_scales)
+
+    def retire(self, version: int) -> Tree:
+        """The weights of a version, which is no longer kept."""
+        self.loss_scales.pop(version, None)
+        return self.versions.pop(version)
+
+    def scale(self, version: int) -> jax.Array | None:
+        """The loss scale of the microbatches that read a version, if it is dynamic."""
+        return self.loss_scales[version].value if self.loss_scales else None
 
     def take_inputs(self, k: int) -> tuple[Tree, Tree]:
         """The stage input, waited for if it comes from another process, and at the last stage the labels."""
@@ -204,17 +215,19 @@ class _Worker:
         held, k = self.held, i.microbatch + self.microbatch_shift
         kept, saved = held.buffers.pop(("residuals", k))
         message = arrived(held.buffers.pop(("message", k)))
-        params = held.versions[i.version + self.version_shift]
+        version = i.version + self.version_shift
+        params = held.versions[version]
         (gradient, held.accumulators), self.done = self.calls["backward"](
-            params, kept, saved, message, self.taken_accumulators(params), self.rng(k)
+            params, kept, saved, message, self.taken_accumulators(params), self.rng(k), held.scale(version)
         )
         self.after_backward(k, gradient)
 
     def forward_backward(self, i: ForwardBackward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
         x, labels = held.take_inputs(k)
-        params = held.versions[i.version + self.version_shift]
-        arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k)
+        version = i.version + self.version_shift
+        params = held.versions[version]
+        arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
         (gradient, held.accumulators, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
         self.after_backward(k, gradient)
 
@@ -310,7 +323,9 @@ class _Worker:
         held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
         accumulators, norm = self.gradients(update), self.norm(update)
         params = held.versions[update]
-        retired = () if i.retires is None else (held.versions.pop(i.retires + self.version_shift),)
+        if held.loss_scales:
+            held.loss_scales[update + 1] = self.calls["next_scale"](held.loss_scales[update], norm)
+        retired = () if i.retires is None else (held.retire(i.retires + self.version_shift),)
         memory = retired if kind == "into_retired" else ()
         arguments = *memory, params, held.optimizer, accumulators, norm
         (held.versions[update + 1], held.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
@@ -319,7 +334,8 @@ class _Worker:
         if self.functions.last and not self.sets_aside:
             self.finish(update, found)
         if self.functions.last and self.replica == 0 and self.global_norm:
-            self.found.norms[update] = norm
+            scale = held.scale(update + 1)
+            self.found.norms[update] = norm if scale is None else (*norm, scale)
 
     def norm(self, update: int) -> Tree:
         """The norm of the gradients of all stages, if updates use it; the worker keeps it, for it may have to send it on."""
@@ -350,7 +366,7 @@ class _Worker:
             self.found.losses[update // rate] = [buffers.pop(("loss", g)) for g in range(update + 1 - rate, update + 1)]
 
     def release(self, i: Release) -> None:
-        del self.held.versions[i.version + self.version_shift]
+        self.held.retire(i.version + self.version_shift)
 
     def evaluate(self, i: Evaluate) -> None:
         held, k = self.held, i.microbatch

@@ -45,12 +45,19 @@ class Metrics(NamedTuple):
             `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`.
         nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
             any changed no weights.
+        loss_scales: the loss scale that follows each of those batches, if it is dynamic; empty or late as `norms`.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
     weights: dict[int, jax.Array | RemoteScalar]
     norms: dict[int, jax.Array | RemoteScalar]
     nonfinite: dict[int, jax.Array | RemoteScalar]
+    loss_scales: dict[int, jax.Array | RemoteScalar]
+
+    @classmethod
+    def empty(cls) -> "Metrics":
+        """Those of a step that finished no batch."""
+        return cls(*({} for _ in cls._fields))
 
 
 class Mean(NamedTuple):
@@ -89,14 +96,16 @@ class MetricsExchange:
         devices: the device of each worker.
         processes: the processes of the run, if there are several.
         global_norm: whether there are norms.
+        loss_scale: whether there are dynamic loss scales.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
     """
 
-    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, global_norm: bool) -> None:
+    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, global_norm: bool, loss_scale: bool) -> None:
         self.name = f"pipeline {next(_pipelines)}"
-        self._plan, self._devices, self._processes, self._global_norm = plan, devices, processes, global_norm
+        self._plan, self._devices, self._processes = plan, devices, processes
+        self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates
         self._evaluations = 0
         self._batches: dict[
             int, tuple[Program, tuple[list[int], list[int]]]
@@ -104,13 +113,13 @@ class MetricsExchange:
 
     def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
         """Metrics of the batches that the program, run `shift` batches later, finishes; `found` is from the workers of this process."""
-        metrics = Metrics({}, {}, {}, {})
+        metrics = Metrics.empty()
         losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in found.losses.items()}
         norms = {batch: functools.partial(tuple, norm) for batch, norm in found.norms.items()}
         ended, updated = ([batch + shift for batch in batches] for batches in self._finished(program))
         self._share("loss", ended, losses, metrics[:2])
-        if self._global_norm:
-            self._share("gradient norm", updated, norms, metrics[2:])
+        if self._with_updates:
+            self._share("gradient norm", updated, norms, metrics[2 : 2 + self._with_updates])
         return metrics
 
     def _share(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
+from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Forward, ForwardBackward, Update
 from jpipe.runtime._interpreter import Event
@@ -55,9 +56,9 @@ class Snapshot:
     def layers(self) -> dict[str, Plain]:
         """What `Pipeline.restore` takes, by layer id: the arrays of the layers of this process, on their devices.
 
-        Each layer has `params`, with the newest version as "0", the one before as "1", and so on; `optimizer`; and `state`. Replicas differ
-        only in layer state: the layer has that of the first replica, entries such as "block_0 replica 1" have those of the others. Parts
-        without arrays are left out.
+        Each layer has `params`, with the newest version as "0", the one before as "1", and so on; `optimizer`; `state`; and with a dynamic
+        loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
+        entries such as "block_0 replica 1" have those of the others. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -88,6 +89,7 @@ class _Part:
         self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
         self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
+        self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
         self._state: Tree = None
 
@@ -111,6 +113,8 @@ class _Part:
             for version in event.state.versions.keys() - self._versions.keys():
                 if self._oldest <= version <= self._newest:
                     self._versions[version] = _copied(event.state.versions[version])
+                    if event.state.loss_scales:
+                        self._scales[version] = event.state.loss_scales[version]
         self._before = dict(event.state.layer_state)
 
     def layers(self) -> dict[str, Plain]:
@@ -120,6 +124,7 @@ class _Part:
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
+                plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
@@ -224,9 +229,24 @@ def restored_worker(
             }
         )
     accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
-    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key), device)
+    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, _restored_scales(f, layers, versions)), device)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     return WorkerState(*jax.tree.map(jnp.copy, placed))
+
+
+def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
+    """The dynamic loss scale of each version, if the run has one; the first if the snapshot has none.
+
+    Raises:
+        InputError: what the snapshot has is no loss scale.
+    """
+    if f.precision.dynamic_scale is None:
+        return {}
+    where = f"checkpoint: layer '{f.stage.layers[0]}', loss scale"
+    ages = checked_dict(layers[f.stage.layers[0]].get("loss_scale", {}), where)
+    saved = {age: from_plain(f.scale_spec, scale, where) for age, scale in ages.items()}
+    newest = saved.get("0", f.precision.dynamic_scale.first())
+    return {v: saved.get(str(max(versions) - v), newest) for v in versions}
 
 
 def masters_in(plain: Plain) -> Plain | None:

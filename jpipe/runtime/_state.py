@@ -10,6 +10,7 @@ import jax
 from jpipe._html import html_table, size
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
+from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.stages._batch import Batch
 from jpipe.stages._functions import StageFunctions
@@ -37,6 +38,7 @@ class WorkerState:
         buffers: activations, residuals and gradients in flight, by (kind, microbatch); gradients and losses that wait for their update
             and the last global norm, by (kind, update).
         key: the random key of the run.
+        loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
     """
 
     versions: dict[int, Tree]
@@ -45,6 +47,7 @@ class WorkerState:
     accumulators: Tree
     buffers: dict[tuple[str, int], Tree]
     key: jax.Array
+    loss_scales: dict[int, LossScale] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         held = f"versions {', '.join(map(str, sorted(self.versions)))}" if self.versions else "already consumed"
@@ -54,7 +57,7 @@ class WorkerState:
         """Its versions and the bytes of its parts, as text, for a table."""
         if not self.versions:
             return "already consumed", *("–",) * 4
-        parts = self.versions, self.optimizer, (self.accumulators, self.layer_state), self.buffers
+        parts = (self.versions, self.loss_scales), self.optimizer, (self.accumulators, self.layer_state), self.buffers
         return ", ".join(map(str, sorted(self.versions))), *(size(_nbytes(part)) for part in parts)
 
     def taken(self) -> "WorkerState":
@@ -63,10 +66,14 @@ class WorkerState:
         The caller of a step still references the old state while the step runs. Without this, that reference would keep all buffers in
         flight and all retired versions alive until the step returns.
         """
-        moved = WorkerState(dict(self.versions), self.optimizer, dict(self.layer_state), self.accumulators, dict(self.buffers), self.key)
-        for held in (self.versions, self.layer_state, self.buffers):
+        versions, state, buffers, scales = (dict(held) for held in self._emptied)
+        for held in self._emptied:
             held.clear()
-        return moved
+        return WorkerState(versions, self.optimizer, state, self.accumulators, buffers, self.key, scales)
+
+    @property
+    def _emptied(self) -> tuple[dict[Any, Any], ...]:
+        return self.versions, self.layer_state, self.buffers, self.loss_scales
 
     @property
     def latest(self) -> int:

@@ -23,7 +23,7 @@ def measure_bytes(functions: StageFunctions, recomputes: bool) -> StageCost:
         kept_outputs=nbytes(kept_outputs),
         message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
         gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
-        weights=nbytes(specs.params),
+        weights=nbytes((specs.params, f.scale_spec)),
         optimizer=nbytes(f.optimizer_spec),
         state=nbytes(specs.state),
         accumulators=nbytes(f.accumulators_spec),

@@ -43,9 +43,9 @@ class CompiledStage:
     """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, and an update of each kind that is used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
-    With the global norm there is also `sum_squares`, and at the first stage `norm`; if gradients are set aside, `zero_accumulators` and
-    at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their layer state when it is read,
-    `add_state` and `mean_state`.
+    With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
+    are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their
+    layer state when it is read, `add_state` and `mean_state`.
     """
 
     functions: StageFunctions
@@ -68,10 +68,10 @@ def compile_workers(
     """
     sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
     of_key = {sharing[w]: workers[w] for w in workers}
-    used: dict[Any, set[str]] = {
-        key: {"evaluate", "add_state", "mean_state"} if functions.averages_when_read else {"evaluate"}
-        for key, (functions, _) in of_key.items()
-    }
+    used: dict[Any, set[str]] = {}
+    for key, (functions, _) in of_key.items():
+        averages, scales = functions.averages_when_read, functions.scale_spec is not None
+        used[key] = {"evaluate", *(("add_state", "mean_state") if averages else ()), *(("next_scale",) if scales else ())}
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
@@ -184,14 +184,16 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts:
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
     norm = f.norm_spec if f.global_norm else None
+    scale = None if f.scale_spec is None else f.scale_spec.value
     arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
-        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng)),
-        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng)),
+        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng, scale)),
+        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng, scale)),
         "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, accumulators, norm)),
         "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
         "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
+        "next_scale": lambda: (f.next_scale, (), (f.scale_spec, norm)),
         "norm": lambda: (norm_of, (), (f.squares_spec(counts),)),
         "take_shared": lambda: (f.take_shared, (), (accumulators,)),
         "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),

@@ -12,7 +12,7 @@ import numpy as np
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer
-from jpipe.model._precision import PLAIN, Precision, widened
+from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
@@ -61,7 +61,7 @@ class StageFunctions:
     `params` and `state` are keyed by layer id. `x` is the stage input, `y` its output; at the last stage y is (sum of the losses,
     weight). `rng` is (microbatch, key), or (None, None) without randomness. A gradient message is (gradient of the floating-point
     leaves of y, weight of the microbatch); at the last stage it is y. `accumulators` sum over a batch: gradients, weight and, at the
-    last stage, loss.
+    last stage, loss. `scale` is the loss scale of a microbatch if it is dynamic, else None.
 
     Attributes:
         stack: the model.
@@ -101,7 +101,9 @@ class StageFunctions:
         (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), rng)
         return y, new_state, self.residuals.saved(leaves)
 
-    def backward(self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any]) -> Any:
+    def backward(
+        self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, Tree]:
         """(gradient message for the stage before, accumulators with this microbatch added)."""
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
         leaves, treedef = jax.tree.flatten(blank)
@@ -111,14 +113,14 @@ class StageFunctions:
         _, vjp = self._linearize(params, jax.tree.unflatten(treedef, leaves), rng)
         vjp_leaves, vjp_treedef = jax.tree.flatten(vjp)
         vjp = jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
-        return self._pull_back(vjp, message, accumulators)
+        return self._pull_back(vjp, message, accumulators, scale)
 
     def forward_backward(
-        self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any]
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Any, Tree, Tree]:
         """The last stage's forward and backward in one: (gradient message, accumulators, new state)."""
         (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
-        message, accumulators = self._pull_back(vjp, y, accumulators)
+        message, accumulators = self._pull_back(vjp, y, accumulators, scale)
         return message, accumulators, new_state
 
     def sum_squares(self, accumulators: Tree) -> GlobalNorm:
@@ -163,6 +165,11 @@ class StageFunctions:
                 layer_id, mean, optimizer_state[layer_id], params[layer_id], self.update_scale
             )
         return new_params, new_state
+
+    def next_scale(self, scale: LossScale, norm: GlobalNorm) -> LossScale:
+        """The dynamic loss scale of the version that an update makes, from that of the version before."""
+        assert self.precision.dynamic_scale is not None
+        return self.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
 
     def mean_loss(self, accumulators: Tree) -> tuple[jax.Array, jax.Array]:
         """(mean loss, weight) of a batch, at the last stage."""
@@ -219,6 +226,12 @@ class StageFunctions:
     def accumulators_spec(self) -> Tree:
         """Shapes and dtypes of the accumulators."""
         return jax.eval_shape(self.zero_accumulators, self.specs.params)
+
+    @property
+    def scale_spec(self) -> LossScale | None:
+        """Shapes and dtypes of the loss scale, if it is dynamic."""
+        dynamic = self.precision.dynamic_scale
+        return None if dynamic is None else jax.eval_shape(dynamic.first)
 
     @property
     def global_norm(self) -> bool:
@@ -302,10 +315,10 @@ class StageFunctions:
         outputs, vjp = self._linearize(params, arguments, rng)
         return outputs, jax.tree.leaves(vjp)
 
-    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree) -> tuple[Tree, Tree]:
+    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
         gradient, weight = message
-        scale = self.precision.fixed_scale  # of the gradients of this microbatch in all stages
+        scale = self.precision.fixed_scale if scale is None else scale  # of the gradients of this microbatch in all stages
         gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
         sums = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), accumulators["gradients"], gradients)
         added = {"gradients": sums, "weight": accumulators["weight"] + weight}
@@ -407,7 +420,7 @@ def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: Gl
     return params, optimizer_state
 
 
-def _unscaled(gradient: jax.Array, dtype: Any, scale: float | None) -> jax.Array:
+def _unscaled(gradient: jax.Array, dtype: Any, scale: Any) -> jax.Array:
     """The gradient of one microbatch as it is accumulated: in the dtype of the sum, without the loss scale."""
     wide = widened(gradient, dtype)
     return wide if scale is None else wide / jnp.asarray(scale, dtype)

@@ -13,11 +13,12 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
-    """Loss, weight and norm by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
+    """Loss, weight, norm and dynamic loss scale by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
 
     losses: dict[int, Any]
     weights: dict[int, Any]
     norms: dict[int, Any]
+    scales: dict[int, Any]
     versions: list[dict[int, Any]]
     optimizer: list[Any]
     layer_state: list[list[Any]]
@@ -62,11 +63,15 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
-    losses, weights, norms, found = {}, {}, {}, {}
+    losses, weights, norms, found, scales = {}, {}, {}, {}, {}
+    dynamic = functions[0].precision.dynamic_scale
+    if dynamic is not None:
+        scales, growing = {0: dynamic.initial}, 0  # by version
     for k in range(len(batches) * m):
         x, labels = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:])[k % m], batches[k // m])  # noqa: B023 - called at once
         read = [versions[s][version(plan, s, k)] for s in range(d)]
         draw = [(jnp.uint32(k), first[s].key) if f.specs.rng[1] is not None else (None, None) for s, f in enumerate(functions)]
+        scale = [jnp.float32(scales[version(plan, 0, k)])] if scales else []
         left = {}
         for s in range(last if fused else d):
             r = k % replicas[s]
@@ -75,10 +80,10 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
         if fused:
-            arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last]
+            arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
             x, sums[last][r], state[last][r] = calls[last]["forward_backward"](*arguments)
         for s in reversed(left):
-            x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s])
+            x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
         totals = {}
         for s in range(d):
             if (k + 1) % every(plan, s) == 0:
@@ -90,6 +95,12 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
         if functions[0].global_norm and len(totals) == d:
             norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
             norms[k // m] = norm.norm
+        if scales and len(totals) == d:
+            growing = 0 if norm.nonfinite else growing + 1
+            grown = dynamic.growth_every == growing
+            factor = 0.5 if norm.nonfinite else 2.0 if grown else 1.0
+            scales[k // m + 1] = max(scales[k // m] * factor, 1.0)
+            growing = 0 if grown else growing
         for s, total in totals.items():
             g = k // every(plan, s)
             versions[s][g + 1], optimizer[s], _, mean = calls[s]["update"](versions[s][g], optimizer[s], total, norm)
@@ -100,7 +111,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             parts = [found[g] for g in range((k + 1 - m) // every(plan, last), (k + 1) // every(plan, last))]
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
-    return Outcome(losses, weights, norms, versions, optimizer, state)
+    return Outcome(losses, weights, norms, {t - 1: jnp.float32(scales[t]) for t in scales if t}, versions, optimizer, state)
 
 
 def mean_states(state: list[Any]) -> list[Any]:

@@ -84,14 +84,16 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
-        state, losses, weights, norms = models.copied(fresh), {}, {}, {}
+        state, losses, weights, norms, scales = models.copied(fresh), {}, {}, {}, {}
         for t, batch in enumerate(batches):
             state, metrics = pipe.step(state, batch)
-            losses, weights, norms = losses | metrics.losses, weights | metrics.weights, norms | metrics.norms
+            losses, weights = losses | metrics.losses, weights | metrics.weights
+            norms, scales = norms | metrics.norms, scales | metrics.loss_scales
             if t in drains:
                 state, metrics = pipe.drain(state, with_metrics=True)
-                norms |= metrics.norms
+                norms, scales = norms | metrics.norms, scales | metrics.loss_scales
         state, metrics = pipe.drain(state, with_metrics=True)
+        check_equal(scales | metrics.loss_scales, expected.scales)
         norms |= metrics.norms
         check_equal(losses, expected.losses)
         check_equal(weights, expected.weights)

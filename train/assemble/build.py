@@ -67,7 +67,7 @@ def precision(config: PrecisionConfig, reporter: Reporter) -> jpipe.Precision:
     """The dtypes of a run; what is doubtful about them is printed."""
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
-        found = jpipe.Precision(**config.model_dump())
+        found = config.of_pipeline()
     for doubt in doubts:
         reporter.say(str(doubt.message))
     return found
@@ -132,7 +132,9 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
         yield
     except jpipe.InputError as error:
         where = {"plan: ": f"{plan_file}: "} if plan_file not in (None, AUTO) else {}
-        for library, config in (where | {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}).items():
+        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
+        where |= {"precision: loss_scale: ": "precision.loss_scale: "}
+        for library, config in where.items():
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
         raise

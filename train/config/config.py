@@ -180,15 +180,23 @@ class ModelConfig(_OwnCode):
         return self
 
 
+class DynamicLossScaleConfig(_Section):
+    """A loss scale that follows the gradients, as `jpipe.DynamicLossScale`."""
+
+    initial: float = 2.0**15
+    growth_every: int = 2000
+
+
 class PrecisionConfig(_Section):
     """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
-    loss scale. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
+    loss scale: a number, `dynamic`, or `{initial, growth_every}` of a dynamic one. With `compute: null` layers compute as they are made,
+    the GPT in `model.compute_dtype`.
     """
 
     params: str = "float32"
     compute: str | None = None
     accumulate: str = "float32"
-    loss_scale: float | str | None = None
+    loss_scale: float | str | DynamicLossScaleConfig | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "PrecisionConfig":
@@ -196,10 +204,24 @@ class PrecisionConfig(_Section):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
-                    jpipe.Precision(**self.model_dump())
+                    self.of_pipeline()
             except jpipe.InputError as error:
                 raise ValueError(str(error).removeprefix("precision: ")) from None
         return self
+
+    def of_pipeline(self) -> jpipe.Precision:
+        """What `jpipe.Pipeline` takes.
+
+        Raises:
+            InputError: as `jpipe.Precision`.
+        """
+        scale = self.loss_scale
+        return jpipe.Precision(
+            self.params,
+            self.compute,
+            self.accumulate,
+            jpipe.DynamicLossScale(scale.initial, scale.growth_every) if isinstance(scale, DynamicLossScaleConfig) else scale,
+        )
 
     @property
     def computes(self) -> str | None:
@@ -294,11 +316,6 @@ class OptimizerConfig(_Section):
         """The keys that are arguments of `jpipe.Pipeline`."""
         return {"clip_global_norm": self.clip_global_norm, "skip_nonfinite": self.skip_nonfinite, "ema_decay": self.ema_decay}
 
-    @property
-    def uses_global_norm(self) -> bool:
-        """Whether updates use the norm of the gradients of all stages."""
-        return self.clip_global_norm is not None or self.skip_nonfinite
-
     @field_validator("name")
     @classmethod
     def _known_optimizer(cls, name: str) -> str:
@@ -373,6 +390,16 @@ class Config(_Section):
         if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
             raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
         return self
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether batches whose gradients are not finite are skipped."""
+        return self.optimizer.skip_nonfinite or isinstance(self.precision.loss_scale, str | DynamicLossScaleConfig)
+
+    @property
+    def uses_global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.optimizer.clip_global_norm is not None or self.skips_nonfinite
 
     @property
     def code(self) -> dict[str, str]:

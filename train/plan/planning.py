@@ -28,7 +28,7 @@ from planner.search.candidates import Updates, find_candidates
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
-from train.config.config import MOST_MICROBATCHES, Config, OptimizerConfig
+from train.config.config import MOST_MICROBATCHES, Config
 from train.console.progress import Reporter
 from train.console.terminal import count
 
@@ -85,7 +85,7 @@ class Parts:
     loss: Any
     rule: optax.GradientTransformation
     batch: Any
-    config: OptimizerConfig
+    config: Config
     precision: jpipe.Precision = dataclasses.field(default_factory=jpipe.Precision)
 
     @classmethod
@@ -96,7 +96,7 @@ class Parts:
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(config.optimizer, config.train.steps, params)
-        return cls(stack, loss, rule, batch, config.optimizer, precision(config.precision, reporter))
+        return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:
         """What a batch of so many rows looks like."""
@@ -104,7 +104,7 @@ class Parts:
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """With a plan."""
-        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.of_pipeline)
+        return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.optimizer.of_pipeline)
 
 
 def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
@@ -136,11 +136,18 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
         sizes = sizes_for(batch, workers, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
             return measure(
-                *model_parts, sizes, seconds=SECONDS, progress=progress, precision=parts.precision, ema_decay=parts.config.ema_decay
+                *model_parts,
+                sizes,
+                seconds=SECONDS,
+                progress=progress,
+                precision=parts.precision,
+                ema_decay=parts.config.optimizer.ema_decay,
             )
     sizes = sizes_for(batch, workers, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.ema_decay)
+        return analyze(
+            *model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.optimizer.ema_decay
+        )
 
 
 def read_topology(file: str) -> Topology:
@@ -169,6 +176,7 @@ def read_text(file: str, option: str, most: int) -> str:
 
 
 _MOST_TOPOLOGY = 2**20
+_NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
 _MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
 
@@ -191,9 +199,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     schedules = tuple(name for name in allowed if not refusals.get(name))
     for name, why in refusals.items():
         if why and not schedules:
-            raise InputError(f"--schedules: optimizer.clip_global_norm and skip_nonfinite cannot be used with {name}: {why}")
+            raise InputError(f"--schedules: {name} cannot be used with {_NEEDS_NORM}: {why}")
         if why:
-            reporter.say(f"left out, because of optimizer.clip_global_norm or skip_nonfinite: {name}: {why}")
+            reporter.say(f"left out, because of {_NEEDS_NORM}: {name}: {why}")
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "

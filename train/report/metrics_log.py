@@ -68,7 +68,7 @@ class MetricsLog:
         self._history = history
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
-        self._known: jpipe.Metrics = jpipe.Metrics({}, {}, {}, {})  # of steps whose rows are not written yet
+        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # of steps whose rows are not written yet
         self._skipped = 0  # steps in a row
         self.through = -1  # the last step whose row was written, if it was to be
 
@@ -95,9 +95,9 @@ class MetricsLog:
         """Wait for these numbers, and write the rows of all steps whose numbers are complete; a norm may come later than its loss."""
         for known, found in zip(self._known, metrics or (), strict=False):
             known.update(found)
-        losses, _, norms, _ = self._known
+        losses, _, norms, *_ = self._known
         for step in sorted(losses):
-            if self._config.optimizer.uses_global_norm and step not in norms:
+            if self._config.uses_global_norm and step not in norms:
                 break
             self._write(step)
             for known in self._known:
@@ -122,20 +122,22 @@ class MetricsLog:
 
     def _trained(self, step: int) -> dict[str, int | float]:
         """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
-        losses, _, norms, nonfinite = self._known
+        losses, _, norms, nonfinite, scales = self._known
         found = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
         if step in norms and not float(nonfinite[step]) and math.isinf(found["gradient_norm"]):
             del found["gradient_norm"]  # of finite gradients, whose squares are too large
-        if not self._config.optimizer.skip_nonfinite or not float(nonfinite[step]):
+        scale = {"loss_scale": float(scales[step])} if step in scales else {}
+        if not self._config.skips_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
             words = {"loss": "loss", "gradient_norm": "norm of the gradient"}
-            return {"step": step} | {name: self._finite(step, words[name], value) for name, value in found.items()}
+            return {"step": step} | {name: self._finite(step, words[name], value) for name, value in found.items()} | scale
         self._skipped += 1
-        self._reporter.say(f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite")
+        then = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""
+        self._reporter.say(f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite{then}")
         if self._skipped == MOST_SKIPPED:
             hint = "lower optimizer.learning_rate, or look at the data of these steps"
             raise self._together.shared(NonFiniteLoss(f"step {step}: {MOST_SKIPPED} steps in a row were skipped; {hint}"))
-        return {"step": step, "skipped": 1} | {name: value for name, value in found.items() if math.isfinite(value)}
+        return {"step": step, "skipped": 1} | {name: value for name, value in found.items() if math.isfinite(value)} | scale
 
     def close(self) -> None:
         """Try again to write the rows that are missing on disk, if there are any."""

@@ -139,7 +139,10 @@ def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
 def test_clipping_leaves_out_weight_stashing(files, capsys):
     arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
     out = planned(capsys, *arguments)
-    assert "left out, because of optimizer.clip_global_norm or skip_nonfinite: pipedream: under weight stashing " in " ".join(out.split())
+    assert (
+        "left out, because of optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale: pipedream: under weight stashing "
+        in " ".join(out.split())
+    )
     assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
     assert re.search(r"^\d+ +pipedream_2bw ", out, re.MULTILINE)
 
@@ -214,7 +217,7 @@ def test_clipping_with_schedules_that_cannot_is_refused(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream"
     assert cli.main(["plan", *arguments]) == 2
     err = capsys.readouterr().err
-    assert "--schedules: optimizer.clip_global_norm and skip_nonfinite cannot be used with pipedream: under weight stashing" in err
+    assert "--schedules: pipedream cannot be used with optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale: under " in err
 
 
 def test_no_worker_may_stay_idle_where_each_is_a_process():
