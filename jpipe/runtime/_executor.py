@@ -140,7 +140,7 @@ class Executor:
         program = lower_evaluation(self._plan, count, version)
         held = self._weights(state, version, weights)
         workers = {
-            w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={})
+            w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
         data = read_data(program, workers, _on_host(batch), rows_of(self.spec))

@@ -13,7 +13,7 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
-    """Loss, weight, norm and dynamic loss scale by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
+    """Loss, weight, norm and loss scale by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
 
     losses: dict[int, Any]
     weights: dict[int, Any]

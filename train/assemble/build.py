@@ -67,7 +67,7 @@ def precision(config: PrecisionConfig, reporter: Reporter) -> jpipe.Precision:
     """The dtypes of a run; what is doubtful about them is printed."""
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
-        found = config.of_pipeline()
+        found = jpipe.Precision(**config.model_dump())
     for doubt in doubts:
         reporter.say(str(doubt.message))
     return found

@@ -180,23 +180,15 @@ class ModelConfig(_OwnCode):
         return self
 
 
-class DynamicLossScaleConfig(_Section):
-    """A loss scale that follows the gradients, as `jpipe.DynamicLossScale`."""
-
-    initial: float = 2.0**15
-    growth_every: int = 2000
-
-
 class PrecisionConfig(_Section):
     """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
-    loss scale: a number, `dynamic`, or `{initial, growth_every}` of a dynamic one. With `compute: null` layers compute as they are made,
-    the GPT in `model.compute_dtype`.
+    loss scale, a number or `dynamic`. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
     """
 
     params: str = "float32"
     compute: str | None = None
     accumulate: str = "float32"
-    loss_scale: float | str | DynamicLossScaleConfig | None = None
+    loss_scale: float | str | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "PrecisionConfig":
@@ -204,24 +196,10 @@ class PrecisionConfig(_Section):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
-                    self.of_pipeline()
+                    jpipe.Precision(**self.model_dump())
             except jpipe.InputError as error:
                 raise ValueError(str(error).removeprefix("precision: ")) from None
         return self
-
-    def of_pipeline(self) -> jpipe.Precision:
-        """What `jpipe.Pipeline` takes.
-
-        Raises:
-            InputError: as `jpipe.Precision`.
-        """
-        scale = self.loss_scale
-        return jpipe.Precision(
-            self.params,
-            self.compute,
-            self.accumulate,
-            jpipe.DynamicLossScale(scale.initial, scale.growth_every) if isinstance(scale, DynamicLossScaleConfig) else scale,
-        )
 
     @property
     def computes(self) -> str | None:
@@ -394,7 +372,7 @@ class Config(_Section):
     @property
     def skips_nonfinite(self) -> bool:
         """Whether batches whose gradients are not finite are skipped."""
-        return self.optimizer.skip_nonfinite or isinstance(self.precision.loss_scale, str | DynamicLossScaleConfig)
+        return self.optimizer.skip_nonfinite or self.precision.loss_scale == "dynamic"
 
     @property
     def uses_global_norm(self) -> bool:

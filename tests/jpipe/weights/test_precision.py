@@ -150,7 +150,7 @@ def test_the_loss_scale_keeps_small_float16_gradients():
         state, _ = pipe.step(pipe.init(jax.random.key(0), (x, x)), (x, x))
         return float(jax.tree.leaves(pipe.params(state))[0]), pipe.costs((x, x))
 
-    with pytest.warns(UserWarning, match=r"^precision: compute is float16 without a loss_scale: .*; set loss_scale, such as 1024, or"):
+    with pytest.warns(UserWarning, match=r'^precision: compute is float16 without a loss_scale: .*; set loss_scale to "dynamic", or'):
         plain = Precision(params="float16")
     assert trained(plain)[0] == 0
     found, costs = trained(Precision(params="float16", loss_scale=2**16))
@@ -245,8 +245,10 @@ def _trained(pipe, state, batches):
         ({"params": "bf16"}, r"^precision: params: unknown dtype 'bf16'; did you mean 'bfloat16'\?$"),
         ({"compute": "float8"}, r"^precision: compute: unknown dtype 'float8'; did you mean 'float"),
         ({"accumulate": "bfloat16"}, r"^precision: accumulate: unknown dtype 'bfloat16'; "),
-        ({"loss_scale": "dynamic"}, r"^precision: loss_scale: dynamic loss scaling is not supported yet; give a number"),
-        ({"loss_scale": 0}, r"^precision: loss_scale: expected a finite number above 0 or None, found 0; give"),
+        (
+            {"loss_scale": 0},
+            r'^precision: loss_scale: expected a finite number above 0, "dynamic", a DynamicLossScale or None, found 0; give',
+        ),
         ({"loss_scale": float("inf")}, r"expected a finite number above 0"),
         ({"loss_scale": True}, r"expected a finite number above 0"),
     ],

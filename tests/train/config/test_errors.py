@@ -144,7 +144,10 @@ def test_a_file_that_is_no_config(refused, file, message):
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=folder", r"data.path: found no regular file at 'folder', so 0 bytes; give a file"),
         ("precision.params=bfloat", r"tiny.yaml --set \S+: precision: params: unknown dtype 'bfloat'; did you mean 'bfloat16'\?"),
-        ("precision.loss_scale=dynamic", r"tiny.yaml --set \S+: precision: loss_scale: dynamic loss scaling is not supported yet; give"),
+        (
+            "precision.loss_scale=fast",
+            r"tiny.yaml --set \S+: precision: loss_scale: expected a finite number above 0, \"dynamic\", .*, found 'fast'; give",
+        ),
         (
             "precision.accumulate=float64",
             r"precision: accumulate: float64 needs jax.config.update\('jax_enable_x64', True\); enable it, or",

@@ -297,7 +297,7 @@ def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
     assert "step 2: skipped, because 34 entries of its gradient are NaN or infinite" in capsys.readouterr().out
 
 
-def test_a_run_that_only_skips_ends(tiny, monkeypatch):
+def test_a_run_that_only_skips_ends(tiny, monkeypatch, capsys):
     step, bad = jpipe.Pipeline.step, {0, 1, 2}
 
     def spoiled(self, state, batch, **options):
@@ -311,8 +311,12 @@ def test_a_run_that_only_skips_ends(tiny, monkeypatch):
         loop.main(changed(tiny, optimizer={"skip_nonfinite": True}))
     bad.remove(1)
     bad.add(3)  # never three in a row; the rows of skipped steps are always logged
-    again = changed(tiny, optimizer={"skip_nonfinite": True}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
-    assert [row["step"] for row in rows_of(loop.main(again).folder) if "skipped" in row] == [0, 2, 3]
+    again = changed(tiny, precision={"loss_scale": "dynamic"}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
+    skipped = [row for row in rows_of(loop.main(again).folder) if "skipped" in row]
+    assert [(row["step"], row["loss_scale"]) for row in skipped] == [(0, 2**15), (2, 2**15), (3, 2**15)]
+    assert (
+        "step 2: skipped, because 1 entries of its gradient are NaN or infinite; the loss scale is now 32,768\n" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
