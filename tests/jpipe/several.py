@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, dict]] = {
         "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
+        "float16": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "params": "float16"},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
@@ -59,7 +60,8 @@ def pipeline(fields: dict):
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
-    clip, ema, precision = fields.pop("clip", None), fields.pop("ema", None), Precision(params=fields.pop("params", "float32"))
+    clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
+    precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
     stack = models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
     options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
