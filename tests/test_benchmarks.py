@@ -251,6 +251,7 @@ def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_
     assert any(np.any(same[layer]["w"] != other[layer]["w"]) for layer in same)
 
 
+@pytest.mark.slow
 def test_the_learning_benchmark_runs_all_variants_and_predicts_the_bubble(quickly_compiled, tmp_path, capsys):
     learning.main(["digits", "--quick", "--json", str(tmp_path / "learning.json"), "--pictures", str(tmp_path)])
     (setting,) = json.loads((tmp_path / "learning.json").read_text())["settings"]

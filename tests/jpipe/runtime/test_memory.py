@@ -100,6 +100,7 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
+@pytest.mark.slow
 def test_the_stash_with_masters_takes_half():
     """Of the weight versions on each device, when there are most of them; the simulator says the same."""
     batch, held = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}

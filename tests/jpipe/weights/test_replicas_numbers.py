@@ -16,7 +16,7 @@ def plan_of(replicas, schedule, times=1, **fields) -> Plan:
     return Plan.even(STACK.ids, len(replicas), schedule, times * math.lcm(*replicas), replicas=replicas, **fields)
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("replicas", ROUND_ROBIN)
 def test_round_robin_equals_the_sequential_reference_bit_for_bit(replicas):
     check_against_reference(STACK, plan_of(replicas, "pipedream"), drain_after={2, 3})

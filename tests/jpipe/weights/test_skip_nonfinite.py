@@ -27,7 +27,7 @@ def batches_of(plan: Plan, bad=BAD):
     return batches
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("replicas", "fields"),
     [

@@ -247,6 +247,7 @@ def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_lef
         export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
     """With a decay of 0 it is the weights themselves."""
     sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}
