@@ -90,15 +90,15 @@ def plain(params) -> dict[str, Any]:
 
 
 CASES = [
+    ((2, 1), {"schedule": "pipedream_2bw"}),
+    ((1, 1, 1), {"schedule": "pipedream", "vertical_sync": True}),
+    ((1, 1), {"schedule": "pipedream_flush"}),
     ((1,), {"schedule": "gpipe"}),
     ((1, 1), {"schedule": "naive"}),
-    ((1, 1), {"schedule": "pipedream_flush"}),
     ((2,), {"schedule": "pipedream_flush"}),
     ((1, 1, 1), {"schedule": "pipedream_2bw"}),
-    ((2, 1), {"schedule": "pipedream_2bw"}),
     ((1, 3), {"schedule": "pipedream_2bw"}),
     ((1, 1, 1), {"schedule": "pipedream_2bw", "flush_first": 2}),
-    ((1, 1, 1), {"schedule": "pipedream", "vertical_sync": True}),
     ((2, 2), {"schedule": "pipedream", "vertical_sync": True}),
     ((2, 2), {"schedule": "gpipe"}),
 ]
