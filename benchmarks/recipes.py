@@ -56,7 +56,7 @@ def byte_gpt() -> Model:
 def measure(
     make: Callable[[], Model] = byte_gpt,
     stages: int = STAGES,
-    rounds: int = 40,
+    rounds: int = 24,
     steps: int = 2,
     schedules: Sequence[str] = tuple(SCHEDULES),
     depths: Sequence[int] = DEPTHS,
