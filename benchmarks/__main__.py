@@ -1,4 +1,4 @@
-"""`python -m benchmarks [dispatch] [lowering] [scaling] [single-stage] [--json FILE]`: run, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] [recipes] [scaling] [single-stage] [--json FILE]`: run, print a table, write JSON."""
 
 import argparse
 import json
@@ -9,10 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import dispatch, lowering, scaling, single_stage
+from benchmarks import dispatch, lowering, recipes, scaling, single_stage
 from benchmarks.machine import describe, make_cpu_devices
 
-BENCHMARKS = {"dispatch": dispatch.measure, "lowering": lowering.measure, "scaling": scaling.measure, "single-stage": single_stage.measure}
+BENCHMARKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "dispatch": dispatch.measure,
+    "lowering": lowering.measure,
+    "recipes": recipes.measure,
+    "scaling": scaling.measure,
+    "single-stage": single_stage.measure,
+}
 
 
 def in_a_process(measure: Callable[[], Any]) -> Any:
@@ -33,13 +39,13 @@ def main() -> None:
         parser.error(f"unknown benchmark '{unknown[0]}'; known: {', '.join(BENCHMARKS)}")
     results = {"machine": in_a_process(describe)}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
-    print(f"{'figure':<62} {'measured':>12} {'goal':>14}")
+    print(f"{'figure':<78} {'measured':>12} {'goal':>14}")
     for name in options.names or BENCHMARKS:
         print(f"… {name}", file=sys.stderr)
         rows = in_a_process(BENCHMARKS[name])
         results[name] = rows
         for row in rows:
-            print(f"{row['figure']:<62} {row['measured']:>12.4g} {row.get('goal', ''):>14}")
+            print(f"{row['figure']:<78} {row['measured']:>12.4g} {row.get('goal', ''):>14}")
     options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written to {options.json}")
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jpipe
-from benchmarks import gpt, gpu
+from benchmarks import gpt, gpu, recipes
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
@@ -24,6 +24,14 @@ from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 
 CORE = min(os.sched_getaffinity(0))
+DENSE = jpipe.Layer(
+    lambda key, x: ({"w": jax.random.normal(key, (x.shape[-1], 4)) / 2}, {}),
+    lambda p, state, x, key, train: (jax.numpy.tanh(x @ p["w"]), state),
+)
+
+
+def squares(y, labels):
+    return ((y - labels) ** 2).sum(), jax.numpy.float32(len(y))
 
 
 @pytest.fixture(autouse=True)
@@ -226,17 +234,34 @@ def test_the_gpu_program_wants_a_gpu(capsys):
     assert "expected a GPU" in capsys.readouterr().err
 
 
+# Recipes ------------------------------------------------------------------------------------------------------------------
+
+
+def small_model():
+    return recipes.Model(
+        jpipe.LayerStack(dict.fromkeys("ab", DENSE)),
+        squares,
+        optax.sgd(0.1, momentum=0.9),
+        lambda m: (np.ones((2 * m, 4), np.float32),) * 2,
+    )
+
+
+def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
+    rows = recipes.measure(small_model, stages=2, rounds=1, steps=1, schedules=("2BW",), depths=(2, 3))
+    found = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}
+    assert found["2BW, 2 stages: step time, clip_global_norm / without"] > 0
+    assert found["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
+    assert found["2BW, 2 to 3 stages: computations that the norm delays"] == 0
+    assert found["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
+
+
 # Learning -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_compiled):
-    def dense(key, x):
-        return {"w": jax.random.normal(key, (x.shape[-1], 4)) / 2}, {}
-
-    layer = jpipe.Layer(dense, lambda p, state, x, key, train: (jax.numpy.tanh(x @ p["w"]), state))
-    stack = jpipe.LayerStack(dict.fromkeys("abcd", layer))
+    stack = jpipe.LayerStack(dict.fromkeys("abcd", DENSE))
     plan = jpipe.Plan.even(list("abcd"), num_stages=4, schedule="pipedream", microbatches=2)
-    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), jax.numpy.float32(len(y))), optax.sgd(0.3))
+    pipe = jpipe.Pipeline(stack, plan, squares, optax.sgd(0.3))
     rows = np.random.default_rng(0).normal(size=(6, 2, 4, 4)).astype(np.float32)
     batches = [(x, y) for x, y in rows]
     state = pipe.init(jax.random.key(0), batches[0])

@@ -85,10 +85,12 @@ def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[
 
 
 def batches_until_full(plan: Plan) -> int:
-    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later."""
+    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later.
+
+    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later ones are after a step.
+    """
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-    late = 2 * max(plan.replicas) if max(plan.replicas) > 1 else 0  # microbatches by which a sum and its update may be delayed
-    return plan.flush_first + -(-(in_flight - 1 + late) // plan.microbatches) + 1
+    return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
 
 
 def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:

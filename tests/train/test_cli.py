@@ -105,7 +105,11 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
         ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found a list of 3"),
         ("plan.replicas=4", r"plan: microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4"),
         ("plan.update_every=never", r"plan.update_every: expected 'batch' or 'replicas', found 'never'"),
-        ("plan.noam=true", r"plan: noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
+        ("plan.noam=true", r"jpipe: plan.noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
+        (
+            "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
+            r"jpipe: plan.flush_first is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove it",
+        ),
         ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=/dev/null", r"data.path: found no regular file at '/dev/null', so 0 bytes"),

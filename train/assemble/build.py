@@ -127,11 +127,12 @@ def read_plan(file: str) -> jpipe.Plan:
 
 @contextlib.contextmanager
 def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
-    """Errors about the plan inside name the file that it comes from, if any; those about clipping name the key of the config."""
+    """Errors about the plan inside name the file that it comes from, if any; those about options name the key of the config."""
     try:
         yield
     except jpipe.InputError as error:
-        where = {"plan: ": f"{plan_file}: "} if plan_file not in (None, AUTO) else {}
+        options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
+        where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():

@@ -195,13 +195,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         InputError: no plan has such a batch, or none of the schedules asked for can use the norm.
     """
     allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
-    refusals = {name: jpipe.schedules.SCHEDULES[name].norm_refusal(jpipe.Plan.even("ab", 2, name, 2)) for name in allowed if global_norm}
-    schedules = tuple(name for name in allowed if not refusals.get(name))
+    refusals = {name: why for name in allowed if global_norm and (why := _norm_refusal(jpipe.Plan.even("ab", 2, name, 2)))}
+    schedules = tuple(name for name in allowed if name not in refusals) or allowed  # in one stage all of them can use the norm
     for name, why in refusals.items():
-        if why and not schedules:
-            raise InputError(f"--schedules: {name} cannot be used with {_NEEDS_NORM}: {why}")
-        if why:
-            reporter.say(f"left out, because of {_NEEDS_NORM}: {name}: {why}")
+        which = f"{name} with more than one stage" if name in schedules else name
+        reporter.say(f"left out, because of {_NEEDS_NORM}: {which}: {why}")
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
@@ -209,6 +207,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         )
     exact = not request.up_to
     found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
+    if refusals and schedules == allowed:
+        found = [candidate for candidate in found if candidate.depth == 1 and not _norm_refusal(candidate.plan(profile.ids))]
     used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
@@ -223,6 +223,10 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known: dict[Candidate, Ranked] = {}
     return Found(choose(profile, topology, candidates, global_norm=global_norm, tried=known), tuple(candidates), known)
+
+
+def _norm_refusal(plan: jpipe.Plan) -> str:
+    return jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan)
 
 
 def nothing_fits(choice: Choice) -> InputError:

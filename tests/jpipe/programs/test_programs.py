@@ -140,6 +140,28 @@ def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between
         simulate(dataclasses.replace(whole, instructions=tuple(joined)))
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("variant", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1), (1, 3), (2, 2), (3, 1, 1), (2, 3, 1)])
+def test_once_a_pipeline_is_full_every_step_is_the_last_one_a_batch_later(replicas, variant, norm):
+    plan = Plan.even(
+        LAYERS,
+        len(replicas),
+        microbatches=12 if variant == "pipedream_2bw" else math.lcm(*replicas),
+        replicas=replicas,
+        **VARIANTS[variant],
+    )
+    start, full = 20, batches_until_full(plan)
+
+    def step(since):
+        t = start + since
+        return lower(plan, t + 1, begin=t, start=start, drain=False, global_norm=norm and has_norm(plan)).instructions
+
+    for since in (full, full + 1):
+        assert {shifted(i, plan, 1) for i in step(since)} == set(step(since + 1))
+    assert {shifted(i, plan, 1) for i in step(0)} != set(step(1))
+
+
 @settings(deadline=None, max_examples=100)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), global_norm=st.booleans(), seed=st.integers(0, 9))
 def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, global_norm, seed):

@@ -213,11 +213,14 @@ def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
-def test_clipping_with_schedules_that_cannot_is_refused(files, capsys):
-    arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream"
-    assert cli.main(["plan", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert "--schedules: pipedream cannot be used with optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale: under " in err
+def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
+    """Where nothing is late; the pipeline takes that plan."""
+    arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
+    out = planned(capsys, *arguments)
+    assert "skip_nonfinite or a dynamic loss scale: pipedream with more than one stage: under weight stashing" in " ".join(out.split())
+    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+    assert (plan.schedule, plan.depth, len(plan.workers)) == ("pipedream", 1, 2)
+    jpipe.lower(plan, 2, global_norm=True)
 
 
 def test_no_worker_may_stay_idle_where_each_is_a_process():

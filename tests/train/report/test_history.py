@@ -76,6 +76,8 @@ def test_a_checkpoint_without_a_history_is_one_part():
         (part,) = old.parts()
         assert (part.first, part.end, part.optimizer, part.seconds, part.updates) == (0, 6, "lion", None, updates)
     assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–")]
+    warm = plan.model_copy(update={"flush_first": 3})
+    assert history.part(warm, {}, 2, 0, 6, 0).plan == "pipedream_2bw, 2 stages, 2 microbatches, 3 batches flushed first"
 
 
 def test_a_checkpoint_of_another_precision_is_refused():
