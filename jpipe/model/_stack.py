@@ -111,7 +111,7 @@ class LayerStack:
 
         Args:
             ids: which layers, in order.
-            params: parameters by entry: layer id, or name of a shared parameter.
+            params: parameters by layer id, shared ones included.
             state: layer state by layer id.
             x: the input of the first of them, for one microbatch.
             key: the random key of the run; needed in training if a layer draws random numbers.
@@ -128,7 +128,7 @@ class LayerStack:
             if train and layer.stochastic:
                 assert key is not None
                 drawn = jax.random.fold_in(_fold(jax.random.fold_in(key, 1), layer_id), microbatch)
-            x, new_state[layer_id] = layer.apply(self.ties.whole(layer_id, params), state[layer_id], x, drawn, train)
+            x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
         return x, new_state
 
     def is_stochastic(self, ids: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
 """Parameters that several layers share: one array in two or more places of the model."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ class Sharing:
 
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
     counted: tuple[tuple[str, ...], ...]
+
+    def groups_of(self, s: int) -> dict[int, tuple[str, ...]]:
+        """By number the groups that a stage is in, and their shared parameters."""
+        return {group: names for group, (stages, names) in enumerate(self.groups) if s in stages}
 
     def between(self, s: int, other: int) -> tuple[str, ...]:
         """The shared parameters that both stages hold."""
@@ -127,6 +131,14 @@ class Ties:
         if not places:
             return entries[layer_id]
         return _replaced(entries[layer_id], {path: entries[name] for path, name in places.items()})
+
+    def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
+        """(entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
+        for layer_id, tree in params.items():
+            places = self.places.get(layer_id, {})
+            for path, name in places.items():
+                yield name, _leaf(tree, path)
+            yield layer_id, _replaced(tree, dict.fromkeys(places))
 
     def parts(self, params: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
         """What an optimizer sees of each entry: its arrays in the structure of its layer, masked nodes in the places of all others.

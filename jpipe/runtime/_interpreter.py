@@ -171,7 +171,7 @@ class _Worker:
         sets_aside, global_norm: as in `Program`, for its stage.
         shared: as in `Program`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
-        functions, calls: of its stage, and the same compiled.
+        compiled, functions, calls: of its stage.
         transport: to and from other workers.
         held: what instructions change.
         found: what they compute besides; shared by the workers of this process.
@@ -187,7 +187,7 @@ class _Worker:
         self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
         self.shared = program.shared
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
-        self.functions, self.calls, self.transport = stage.functions, stage.calls, transport
+        self.compiled, self.functions, self.calls, self.transport = stage, stage.functions, stage.calls, transport
         self.held = _Held(**vars(state.taken()))
         self.found = found
         self.done: jax.Array | None = None
@@ -327,8 +327,8 @@ class _Worker:
             held.loss_scales[update + 1] = self.calls["next_scale"](held.loss_scales[update], norm)
         retired = () if i.retires is None else (held.retire(i.retires + self.version_shift),)
         memory = retired if kind == "into_retired" else ()
-        arguments = *memory, params, held.optimizer, accumulators, norm
-        (held.versions[update + 1], held.optimizer, zeros, found), self.done = self.calls[kind](*arguments)
+        new, self.done = self.compiled.update(kind, memory, params, held.optimizer, accumulators, norm)
+        held.versions[update + 1], held.optimizer, zeros, found = new
         if held.accumulators is None or not self.sets_aside:
             held.accumulators = zeros
         if self.functions.last and not self.sets_aside:

@@ -28,6 +28,8 @@ from jpipe.programs._instructions import (
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
 
 Tree = Any
+Call = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]
+"""A function, which of its arguments are donated, and the specs of all."""
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
 
 
@@ -51,6 +53,30 @@ class CompiledStage:
     functions: StageFunctions
     device: jax.Device
     calls: dict[str, jax.stages.Compiled]
+
+    def update(
+        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+    ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
+        """Call an update: ((new params, new optimizer state, zero accumulators, (mean loss, weight)), done).
+
+        Args:
+            kind: of the update.
+            retired: the version into whose memory it writes, if it does.
+            params, optimizer, accumulators, norm: of `StageFunctions.update`.
+        """
+        groups = self.functions.sharing.groups_of(self.functions.number)
+        if not groups:
+            found, done = self.calls[kind](*retired, params, optimizer, accumulators, norm)
+            return found, done
+        gradients, parts = accumulators["gradients"], []
+        for group, names in groups.items():
+            held = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
+            parts.append(self.calls[f"{kind} shared {group}"](*held, accumulators["weight"], norm))
+        own = [_own(self.functions, tree) for tree in (*retired, params, optimizer, gradients)]
+        (*updated, zeros, loss), done = self.calls[kind](*own[:-1], {**accumulators, "gradients": own[-1]}, norm)
+        parts.append((*updated, zeros["gradients"]))
+        versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
+        return (versions, states, {**zeros, "gradients": blank}, loss), done
 
     @property
     def temporary_bytes(self) -> int:
@@ -129,7 +155,9 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             return ("sum_squares",) if stage else ("sum_squares", "norm")
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
-            return (update_kind(instruction), *(aside if program.sets_aside[stage] else ()))
+            kind = update_kind(instruction)
+            shared = (f"{kind} shared {group}" for group, stages in enumerate(program.shared) if stage in stages)
+            return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
     return ()
 
 
@@ -183,15 +211,17 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts:
     """One of the calls of a `CompiledStage`, by name, traced for a device; the norm needs the number of entries that each stage counts."""
     f, specs = functions, functions.specs
     accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
+    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (specs.params, optimizer_state, accumulators["gradients"]))
+    own_accumulators = {**accumulators, "gradients": own_gradients}
     norm = f.norm_spec if f.global_norm else None
     scale = None if f.scale_spec is None else f.scale_spec.value
-    arguments: dict[str, Callable[[], tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]] = {
+    arguments: dict[str, Callable[[], Call]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
         "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng, scale)),
         "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng, scale)),
-        "in_place": lambda: (f.update, (0, 1, 2), (specs.params, optimizer_state, accumulators, norm)),
-        "into_new": lambda: (f.update, (1, 2), (specs.params, optimizer_state, accumulators, norm)),
-        "into_retired": lambda: (_update_into(f), (0, 2, 3), (specs.params, specs.params, optimizer_state, accumulators, norm)),
+        "in_place": lambda: (f.update, (0, 1, 2), (own_params, own_optimizer, own_accumulators, norm)),
+        "into_new": lambda: (f.update, (1, 2), (own_params, own_optimizer, own_accumulators, norm)),
+        "into_retired": lambda: (_into(f.update), (0, 2, 3), (own_params, own_params, own_optimizer, own_accumulators, norm)),
         "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
         "next_scale": lambda: (f.next_scale, (), (f.scale_spec, norm)),
         "norm": lambda: (norm_of, (), (f.squares_spec(counts),)),
@@ -206,20 +236,27 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts:
         "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
         "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
     }
-    for group, (stages, _) in enumerate(f.sharing.groups):
-        if f.number in stages:
-            taken = accumulators["gradients"]
-            received = {s: f.shared_with(s, taken) for s in stages if s != f.number}
-            arguments[f"add_shared {group}"] = lambda group=group, received=received: (  # type: ignore[misc]  # they have defaults
-                functools.partial(f.add_shared, group),
-                (0,),
-                (accumulators, received),
-            )
-    function, donated, inputs = arguments[name]()
+    calls_for_shared = _calls_for_shared(f)
+    function, donated, inputs = calls_for_shared[name] if name in calls_for_shared else arguments[name]()
     if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
         function = _with_done(function)
-    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name in ("in_place", "into_retired"))
+    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name.startswith(("in_place", "into_retired")))
     return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+
+
+def _calls_for_shared(f: StageFunctions) -> dict[str, Call]:
+    """The calls for each group of parameters that other stages hold, too."""
+    found: dict[str, Call] = {}
+    gradients, weight, norm = f.accumulators_spec["gradients"], f.accumulators_spec["weight"], f.norm_spec if f.global_norm else None
+    for group, names in f.sharing.groups_of(f.number).items():
+        others = {s: f.shared_with(s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
+        params, optimizer_state, taken = ({name: tree[name] for name in names} for tree in (f.specs.params, f.optimizer_spec, gradients))
+        specs = params, optimizer_state, taken, weight, norm
+        found[f"add_shared {group}"] = functools.partial(f.add_shared, group), (0,), (f.accumulators_spec, others)
+        found[f"in_place shared {group}"] = f.update_shared, (0, 1, 2), specs
+        found[f"into_new shared {group}"] = f.update_shared, (1, 2), specs
+        found[f"into_retired shared {group}"] = _into(f.update_shared), (0, 2, 3), (params, *specs)
+    return found
 
 
 def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
@@ -238,11 +275,15 @@ def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
     return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))
 
 
-def _update_into(f: StageFunctions) -> Callable[..., Any]:
-    def update(retired: Tree, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: Any) -> Any:
-        return f.update(params, optimizer_state, accumulators, norm)
+def _own(f: StageFunctions, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+    """The entries of a tree that no other stage holds."""
+    shared = {name for names in f.sharing.groups_of(f.number).values() for name in names}
+    return {entry: part for entry, part in tree.items() if entry not in shared}
 
-    return update
+
+def _into(update: Callable[..., Any]) -> Callable[..., Any]:
+    """The update with a first argument besides, the retired version, into whose memory it writes."""
+    return lambda retired, *arguments: update(*arguments)
 
 
 def _on(device: jax.Device, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -138,19 +138,32 @@ class StageFunctions:
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
-        Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and loss zero.
-        `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not finite.
+        All of the entries that are given. (Those that other stages hold, too, have `update_shared`.) Only the last stage returns the loss
+        and weight of the batch. A batch whose weights are all zero has gradient and loss zero. `norm` is that of all stages; it is needed
+        to clip, and to skip batches whose gradients are not finite.
         """
-        if self.skip_nonfinite:
-            assert norm is not None
-            # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
-            new_params, new_state = jax.lax.cond(
-                norm.nonfinite == 0, self._optimized, _unchanged, params, optimizer_state, accumulators, norm
-            )
-        else:
-            new_params, new_state = self._optimized(params, optimizer_state, accumulators, norm)
+        new_params, new_state = self._updated(params, optimizer_state, accumulators, norm)
         zeros = jax.tree.map(jnp.zeros_like, accumulators)
         return new_params, new_state, zeros, self.mean_loss(accumulators) if self.last else None
+
+    def update_shared(
+        self, params: Tree, optimizer_state: Tree, gradients: Tree, weight: jax.Array, norm: GlobalNorm | None
+    ) -> tuple[Tree, Tree, Tree]:
+        """`update` of shared parameters, by name: (new params, new optimizer state, zero gradients).
+
+        All stages that hold them run this same program. As a part of the update of different stages XLA would round it differently.
+        """
+        new_params, new_state = self._updated(params, optimizer_state, {"gradients": gradients, "weight": weight}, norm)
+        return new_params, new_state, jax.tree.map(jnp.zeros_like, gradients)
+
+    def _updated(self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+        """(new params, new optimizer state), the old ones if the batch is skipped."""
+        if not self.skip_nonfinite:
+            return self._optimized(params, optimizer_state, accumulators, norm)
+        assert norm is not None
+        # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
+        new_params, new_state = jax.lax.cond(norm.nonfinite == 0, self._optimized, _unchanged, params, optimizer_state, accumulators, norm)
+        return new_params, new_state
 
     def _optimized(self, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
         """(new params, new optimizer state)."""
@@ -182,7 +195,7 @@ class StageFunctions:
 
     def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
-        y, _ = self.stack.apply(self.stage.layers, params, state, x, key=None, microbatch=None, train=False)
+        y, _ = self.stack.apply(self.stage.layers, self._whole(params), state, x, key=None, microbatch=None, train=False)
         if not self.last:
             return y
         metrics = (_summed(metric, f"metrics: '{name}'", y, labels, self.loss_dtype) for name, metric in self.metrics.items())
@@ -240,7 +253,7 @@ class StageFunctions:
 
     def take_shared(self, accumulators: Tree) -> dict[str, jax.Array]:
         """The gradients of the shared parameters that other stages hold, too; in memory of their own."""
-        names = [name for stages, names in self.sharing.groups if self.number in stages for name in names]
+        names = [name for names in self.sharing.groups_of(self.number).values() for name in names]
         return {name: jnp.copy(accumulators["gradients"][name]) for name in names}
 
     def shared_with(self, other: int, taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +298,11 @@ class StageFunctions:
     # Inside ------------------------------------------------------------------------------------------------------------
 
     def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
-        """((y, new state), the VJP of y's floating-point leaves with respect to params and x's)."""
+        """((y, new state), the VJP of y's floating-point leaves with respect to the parameters of whole layers and x's).
+
+        A parameter that two layers share is in both: its gradients in the two places are summed in the accumulators, and not before, in
+        the dtype of the parameter.
+        """
         state, x, labels = arguments
         microbatch, key = rng
         leaves, treedef = jax.tree.flatten(x)
@@ -306,8 +323,12 @@ class StageFunctions:
             stage = jax.checkpoint(stage)
         elif self.stage.recompute != "none":
             stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
-        _, vjp, outputs = jax.vjp(stage, params, [leaves[i] for i in moving], has_aux=True)
+        _, vjp, outputs = jax.vjp(stage, self._whole(params), [leaves[i] for i in moving], has_aux=True)
         return outputs, vjp
+
+    def _whole(self, params: Tree) -> Tree:
+        """The parameters of whole layers, by layer id."""
+        return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
 
     def _linearized_leaves(
         self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]
@@ -320,7 +341,9 @@ class StageFunctions:
         gradient, weight = message
         scale = self.precision.fixed_scale if scale is None else scale  # of the gradients of this microbatch in all stages
         gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
-        sums = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), accumulators["gradients"], gradients)
+        sums = dict(accumulators["gradients"])
+        for entry, part in self.stack.ties.by_place(gradients):
+            sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
         added = {"gradients": sums, "weight": accumulators["weight"] + weight}
         if self.last:
             added["loss"] = accumulators["loss"] + gradient  # the message is (sum of the losses, weight)

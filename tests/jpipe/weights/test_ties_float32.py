@@ -1,0 +1,80 @@
+"""Shared parameters in float32 and bfloat16, where programs that differ round differently."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import Layer, LayerStack, Pipeline, Plan, Precision, Tie
+from tests.jpipe.running import check_equal
+
+WORDS, WIDTH, M = 8, 4, 4
+
+
+def table(key, x):
+    return {"table": jax.random.normal(key, (WORDS, WIDTH))}, {}
+
+
+def table_and_bias(key, x):
+    return table(key, x)[0] | {"bias": jnp.zeros((WORDS,))}, {}
+
+
+STACK = LayerStack(
+    {
+        "embed": Layer(table, lambda params, state, x, key, train: (params["table"][x], state)),
+        "between": Layer(
+            lambda key, x: ({"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / 4}, {}),
+            lambda params, state, x, key, train: (jax.nn.gelu(x @ params["kernel"]), state),
+        ),
+        "again": Layer(table, lambda params, state, x, key, train: (x + jax.nn.softmax(x @ params["table"].T) @ params["table"], state)),
+        "head": Layer(table_and_bias, lambda params, state, x, key, train: (x @ params["table"].T + params["bias"][None, None], state)),
+    },
+    ties=[Tie(("embed", "table"), ("again", "table")), Tie(("embed", "table"), ("head", "table"))],
+)
+TABLE = "embed shared table"
+
+
+def loss(y, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(y, labels)
+    return losses.sum(), losses.size
+
+
+def trained(num_stages, schedule, optimizer, batches, **options):
+    """(pipeline, its state after a drain)."""
+    rng = np.random.default_rng(0)
+    data = [tuple(rng.integers(0, WORDS, (2, 2 * M, 5)).astype(np.int32)) for _ in range(batches)]
+    pipe = Pipeline(STACK, Plan.even(STACK.ids, num_stages, schedule, M), loss, optimizer, jax.devices()[:1] * num_stages, **options)
+    state = pipe.init(jax.random.key(0), data[0])
+    for batch in data:
+        state, _ = pipe.step(state, batch)
+    return pipe, pipe.drain(state)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "options"),
+    [
+        ("pipedream_2bw", optax.adamw(0.1), {"clip_global_norm": 0.3}),
+        pytest.param("gpipe", optax.sgd(0.3, 0.9), {}, marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", optax.lamb(0.05), {"skip_nonfinite": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", optax.adam(0.05), {"precision": Precision(params="bfloat16")}, marks=pytest.mark.slow),
+    ],
+    ids=["adamw", "sgd", "lamb", "masters"],
+)
+def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
+    """One of the stages holds nothing else, so that the rest of its update is another program."""
+    _, state = trained(4, schedule, optimizer, 12, **options)
+    held = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
+    first, *others = (({version: params[TABLE] for version, params in versions.items()}, own) for versions, own in held)
+    assert len(others) == 2
+    for copy in others:
+        check_equal(copy, first)
+
+
+def test_gradients_of_places_in_one_stage_are_summed_in_float32():
+    """In bfloat16 their sum would have an error of up to 1/256 of it, which places in several stages do not have."""
+    masters = Precision(params="bfloat16")
+    found = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
+    tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in found]
+    np.testing.assert_allclose(*tables, rtol=0, atol=1e-6)
+    assert jnp.float32 == tables[0].dtype
