@@ -96,6 +96,11 @@ class Ties:
             found |= dict.fromkeys((*self.names([layer_id]), layer_id))
         return tuple(found)
 
+    def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """By name of the shared parameters that two or more of these layers use: which layers do."""
+        users = {name: tuple(layer_id for layer_id in ids if name in self.places.get(layer_id, {}).values()) for name in self.first}
+        return {name: layers for name, layers in users.items() if len(layers) > 1}
+
     def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
         """What the stages with these layers share."""
         held = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}

@@ -24,7 +24,7 @@ from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
 from planner.search.candidate import Candidate
-from planner.search.candidates import Updates, find_candidates
+from planner.search.candidates import Updates, cannot_share, find_candidates
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
@@ -172,6 +172,19 @@ _MOST_TOPOLOGY = 2**20
 _MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
 
+def _possible(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[str, ...]:
+    """The schedules to try; says which are left out because of options, or because layers share parameters."""
+    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
+    used = ["optimizer.clip_global_norm", "skip_nonfinite"] if global_norm else []
+    used += ["shared parameters"] if profile.shared else []
+    refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
+    for name, why in refusals.items():
+        if len(refusals) == len(allowed):
+            raise InputError(f"--schedules: {' and '.join(used)} cannot be used with {name}: {why}")
+        reporter.say(f"left out, because of {' or '.join(used)}: {name}: {why}")
+    return tuple(name for name in allowed if name not in refusals)
+
+
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Found:
     """Find and rank all plans that a run may have.
 
@@ -184,16 +197,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter: prints what was left out.
 
     Raises:
-        InputError: no plan has such a batch, or none of the schedules asked for can use the norm.
+        InputError: no plan has such a batch, or none of the schedules asked for can use the norm or have shared parameters.
     """
-    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
-    refusals = {name: jpipe.schedules.SCHEDULES[name].norm_refusal(jpipe.Plan.even("ab", 2, name, 2)) for name in allowed if global_norm}
-    schedules = tuple(name for name in allowed if not refusals.get(name))
-    for name, why in refusals.items():
-        if why and not schedules:
-            raise InputError(f"--schedules: optimizer.clip_global_norm and skip_nonfinite cannot be used with {name}: {why}")
-        if why:
-            reporter.say(f"left out, because of optimizer.clip_global_norm or skip_nonfinite: {name}: {why}")
+    schedules = _possible(profile, request, global_norm, reporter)
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
