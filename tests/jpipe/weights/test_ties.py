@@ -159,10 +159,20 @@ def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
 def test_given_parameters_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))
-    state = pipe.init(jax.random.key(1), data[0], {"embed": params["embed"]})
-    found = pipe.params(state)
-    np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
-    check_copies(state)
+    for some in {"embed": params["embed"]}, params:
+        state = pipe.init(jax.random.key(1), data[0], some)
+        found = pipe.params(state)
+        np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
+        check_copies(state)
+    with pytest.raises(
+        InputError, match=r"^params: 'table/embedding' of layer 'head' is 'token/embedding' of layer 'embed' .*is not given"
+    ):
+        pipe.init(jax.random.key(1), data[0], {"head": params["head"]})
+    other = jax.tree.map(lambda leaf: leaf + 1, params["head"])
+    with pytest.raises(
+        InputError, match=r"but other values are given there; give the same, or leave out 'table/embedding' of layer 'head'$"
+    ):
+        pipe.init(jax.random.key(1), data[0], params | {"head": other})
 
 
 def test_bytes_count_one_array_in_a_stage_and_one_in_each_of_several():
