@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jpipe import LayerStack, Pipeline, Plan, Precision, lower, simulate
+from jpipe import LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe.programs import shared_stages
 from tests.jpipe.models import VARIANTS
 
 ROWS, WIDTH, MICROBATCHES = 32, 24, 4
@@ -42,9 +43,9 @@ def alive(device: jax.Device) -> int:
     return sum(a.nbytes for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
 
-def measured_and_predicted(plan, precision=AS_THEY_ARE) -> tuple[list[int], list[int]]:
+def measured_and_predicted(plan, precision=AS_THEY_ARE, stack=STACK) -> tuple[list[int], list[int]]:
     """The most bytes of each worker, after any of its instructions in five steps and a drain."""
-    pipe = Pipeline(STACK, plan, squares, optax.adam(1e-2), jax.devices()[: len(plan.workers)], precision=precision)
+    pipe = Pipeline(stack, plan, squares, optax.adam(1e-2), jax.devices()[: len(plan.workers)], precision=precision)
     rng = np.random.default_rng(0)
     rows = ROWS * plan.microbatches
     batch = rng.normal(size=(rows, 5)).astype(np.float32), rng.normal(size=(rows, WIDTH)).astype(np.float32)
@@ -60,7 +61,8 @@ def measured_and_predicted(plan, precision=AS_THEY_ARE) -> tuple[list[int], list
     for _ in range(5):
         state, _ = pipe.step(state, batch, observe=observe)
     state = pipe.drain(state, observe=observe)
-    predicted = simulate(lower(plan, 5), pipe.costs(batch)).peak_bytes
+    costs = pipe.costs(batch)
+    predicted = simulate(lower(plan, 5, shared=shared_stages(costs)), costs).peak_bytes
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
@@ -97,6 +99,25 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     plan = Plan.even(STACK.ids, 3, microbatches=6, replicas=replicas, **VARIANTS[variant])
     with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm joins bfloat16 inputs to float32 statistics
         measured, predicted = measured_and_predicted(plan, MASTERS)
+    np.testing.assert_allclose(measured, predicted, atol=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "replicas"),
+    [
+        ({"schedule": "pipedream_2bw"}, 1),
+        pytest.param({"schedule": "gpipe"}, 1, marks=pytest.mark.slow),
+        pytest.param({"schedule": "pipedream", "vertical_sync": True}, 1, marks=pytest.mark.slow),
+        pytest.param({"schedule": "gpipe"}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
+    """Two of them, one shared by two layers of a stage and one of another, in dense layers without anything else."""
+    layers = {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | dict.fromkeys("abcd", lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+    ties = [Tie(("a", "kernel"), ("c", "kernel")), Tie(("a", "kernel"), ("d", "kernel")), Tie(("in", "bias"), ("b", "bias"))]
+    stack = LayerStack(layers, ties=ties)
+    plan = Plan.even(stack.ids, 3, microbatches=MICROBATCHES, replicas=replicas, **fields)
+    measured, predicted = measured_and_predicted(plan, stack=stack)
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
