@@ -144,6 +144,19 @@ def test_clipping_leaves_out_weight_stashing(files, capsys):
     assert re.search(r"^\d+ +pipedream_2bw ", out, re.MULTILINE)
 
 
+def test_shared_parameters_leave_out_weight_stashing(files, capsys):
+    parameter = {"layers": ("embed", "head"), "weights": 10**5, "accumulators": 10**5}
+    Path("shared.json").write_text(Profile(**dict(profile()) | {"shared": [parameter]}).to_json())
+    arguments = "plan", "--profile=shared.json", "--topology=two.yaml", "--batch=4"
+    out = planned(capsys, *arguments[1:])
+    assert "left out, because of shared parameters: pipedream: under weight stashing the last stage updates " in " ".join(out.split())
+    assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
+    assert cli.main([*arguments, "--schedules=pipedream"]) == 2
+    assert "--schedules: shared parameters cannot be used with pipedream: under weight stashing" in capsys.readouterr().err
+    assert cli.main([*arguments, "tiny.yaml"]) == 2
+    assert "profile: expected layers that share a parameter: none; found embed, head; profile this model" in capsys.readouterr().err
+
+
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):
     Path("big.json").write_text(profile(weights=10**9).to_json())
     assert cli.main(["plan", "--profile=big.json", "--topology=two.yaml", "--batch=4", "--out=plan.json"]) == 2
