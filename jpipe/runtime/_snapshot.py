@@ -150,7 +150,7 @@ class _Part:
         """CRC-32 of the newest version and the optimizer state of an entry."""
         found = 0
         for leaf in jax.tree.leaves(to_plain((self._versions[self._newest][entry], self._optimizer[entry]))):
-            found = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), found)
+            found = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, found)
         return found
 
     def layers(self) -> dict[str, Plain]:

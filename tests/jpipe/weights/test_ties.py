@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, Tie, lower, simulate
 from jpipe.model._ties import Ties
-from jpipe.programs import ProgramError, StageCost
+from jpipe.programs import ProgramError, StageCost, predict_window
 from jpipe.programs._instructions import AddShared, TakeShared
 from jpipe.schedules import SCHEDULES
 from tests.jpipe import models, reference
@@ -259,6 +259,12 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
         assert [[span[:5] for span in spans] for spans in with_ties.timeline] == [
             [span[:5] for span in spans] for spans in without.timeline
         ]
+
+
+def test_a_predicted_window_has_the_exchange():
+    plan = Plan.even("abc", 3, "pipedream_2bw", 3)
+    found = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
+    assert [window.peak_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
 
 
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])
