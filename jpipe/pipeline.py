@@ -186,11 +186,12 @@ class Pipeline:
 
         Raises:
             InputError: as `check`; a key of another kind; devices that do not exist; parameters that the model does not have, or of
-                another shape or dtype.
+                another shape or dtype; another array in the second place of a tie than in the first.
         """
         key = as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
         given = given_params({} if params is None else params, specs)
+        self.stack.ties.check_given(given)
         executor = self._compile(batch)
         places = [(layer_id, stage.device) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)

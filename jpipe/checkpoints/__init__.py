@@ -5,7 +5,7 @@ A public module of its own, `jpipe.checkpoints`: importing `jpipe` does not impo
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jpipe.pipeline import Pipeline
 from jpipe.processes._membership import Processes
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._plain import Plain
-from jpipe.runtime._snapshot import Snapshot, layer_of
+from jpipe.runtime._snapshot import CopiesDiffer, SharedCopy, Snapshot, layer_of
 from jpipe.runtime._state import State
 from jpipe.stages._batch import Batch
 
@@ -38,7 +38,8 @@ def save(
 ) -> None:
     """Write a checkpoint, the folder `checkpoints/00000040` for a snapshot at batch 40; returns when it is whole and on the disk.
 
-    In a run of several processes all call this, each writes the layers it has, and process 0 says that it is complete.
+    In a run of several processes all call this, each writes the layers it has, and process 0 says that it is complete. Before that the
+    copies of parameters that stages share are compared, bit for bit, those of the replicas of a stage included.
 
     Args:
         folder: of the run; the same for all processes, which share its file system.
@@ -52,6 +53,7 @@ def save(
     Raises:
         OSError: the disk is full, say; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
+        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter are not the same; nothing is left of this checkpoint.
         InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
     """
     if not isinstance(snapshot, Snapshot):
@@ -71,13 +73,15 @@ def save(
         files.write_layers(place, snapshot.batch, snapshot.layers(), index)
     except OSError as error:
         problem = error
+    copies = snapshot.shared_copies()
     if index == 0:
-        _complete(place, snapshot.batch, processes, problem, facts, rows, limit)
+        _complete(place, snapshot, copies, processes, problem, facts, rows, limit)
         if keep is not None:
             prune(place, keep)
         return
     assert processes is not None
-    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), [])  # process 0 waits for it
+    numbers = [float(number) for copy in copies for number in copy]
+    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)  # process 0 waits for it
     if problem is not None:
         raise problem
 
@@ -168,10 +172,17 @@ def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
 
 
 def _complete(
-    place: Path, step: int, processes: Processes | None, problem: OSError | None, facts: Any, rows: Callable[[], bytes], limit: float
+    place: Path,
+    snapshot: Snapshot,
+    copies: list[SharedCopy],
+    processes: Processes | None,
+    problem: OSError | None,
+    facts: Any,
+    rows: Callable[[], bytes],
+    limit: float,
 ) -> None:
-    """Say that it is complete, or clear it away: the disk may be full."""
-    count, end = 1 if processes is None else processes.count, time.monotonic() + limit
+    """Say that it is complete, or clear it away: the disk may be full, or copies of shared parameters may differ."""
+    step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
 
     def has_reported(k: int, well: bool) -> bool:
         return processes is not None and processes.has_message(_ended(step, k, well=well))
@@ -186,10 +197,30 @@ def _complete(
             raise problem
         if without:
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
+        for k in range(1, count):
+            assert processes is not None
+            numbers = map(int, processes.receive(_ended(step, k, well=True), k))
+            copies = copies + [SharedCopy(*copy) for copy in zip(numbers, numbers, numbers, strict=True)]
+        _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
-    except OSError:
+    except (OSError, CopiesDiffer):
         files.discard(place, step)
         raise
+
+
+def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
+    """Refuse copies of a shared parameter that differ from that of its first stage."""
+    first: dict[int, SharedCopy] = {}
+    for copy in sorted(copies):
+        other = first.setdefault(copy.parameter, copy)
+        if copy.checksum != other.checksum:
+            at = [
+                "stage {}{}".format(s, f", replica {r}" if r else "") for s, r in (snapshot.plan.workers[c.worker] for c in (other, copy))
+            ]
+            raise CopiesDiffer(
+                f"checkpoint of step {snapshot.batch}: the copies of '{snapshot.shared[copy.parameter]}' at {at[0]} and at {at[1]} are not "
+                f"the same bits after batch {snapshot.batch - 1}; a device or a link may be faulty, so go on from the checkpoint before"
+            )
 
 
 def _ended(step: int, process: int, *, well: bool) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jpipe.errors import InputError, nearest
@@ -100,6 +101,11 @@ class Ties:
             found |= dict.fromkeys((*self.names([layer_id]), layer_id))
         return tuple(found)
 
+    def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """By name of the shared parameters that two or more of these layers use: which layers do."""
+        users = {name: tuple(layer_id for layer_id in ids if name in self.places.get(layer_id, {}).values()) for name in self.first}
+        return {name: layers for name, layers in users.items() if len(layers) > 1}
+
     def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
         """What the stages with these layers share."""
         held = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
@@ -187,6 +193,26 @@ class Ties:
                         f"ties: {_words((layer_id, path))} is {describe(found)}, {_words((first_id, first_path))} is {describe(expected)}; "
                         "both must have the same shape and dtype"
                     )
+
+    def check_given(self, params: Mapping[str, Tree]) -> None:
+        """Refuse parameters to begin with that give second places something else than the first place.
+
+        Args:
+            params: of all layers; a `jax.ShapeDtypeStruct` where nothing is given.
+
+        Raises:
+            InputError: a second place is given without the first, or with other values.
+        """
+        for layer_id, places in self.places.items():
+            for path, name in places.items():
+                given, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
+                if isinstance(given, jax.ShapeDtypeStruct):
+                    continue
+                where = f"params: {_words((layer_id, path))} is {_words(self.first[name])} (they are tied)"
+                if isinstance(first, jax.ShapeDtypeStruct):
+                    raise InputError(f"{where}, which is not given; give it there")
+                if np.asarray(given).tobytes() != np.asarray(first).tobytes():
+                    raise InputError(f"{where}, but other values are given there; give the same, or leave out {_words((layer_id, path))}")
 
 
 def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:

@@ -1,6 +1,6 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
 
-from jpipe.programs._costs import LayerCost, Network, StageCost, sum_layer_costs, unit_costs
+from jpipe.programs._costs import LayerCost, Network, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
 from jpipe.programs._instructions import Program
 from jpipe.programs._lower import batches_until_full
 from jpipe.programs._predict import Prediction
@@ -16,6 +16,7 @@ __all__ = [
     "Prediction",
     "Program",
     "ProgramError",
+    "SharedCost",
     "Span",
     "StageCost",
     "Timeline",
@@ -25,6 +26,7 @@ __all__ = [
     "format_grid",
     "parse_grid",
     "predict_window",
+    "shared_stages",
     "sum_layer_costs",
     "to_ticks",
     "unit_costs",

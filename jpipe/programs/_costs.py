@@ -1,7 +1,7 @@
 """What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jpipe.errors import InputError, nearest
 from jpipe.plan import Plan
@@ -88,6 +88,23 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class SharedCost:
+    """Cost of a parameter that several layers share, in bytes. The cost of each of these layers includes it, too.
+
+    Attributes:
+        layers: the ids of the layers that use it.
+        weights: the parameter.
+        accumulators: its accumulated gradients.
+        optimizer: its optimizer state.
+    """
+
+    layers: tuple[str, ...]
+    weights: int = 0
+    accumulators: int = 0
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
 class Link:
     """What joins two workers; each direction carries one message at a time.
 
@@ -116,7 +133,18 @@ def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
     return tuple(StageCost(backward=2.0 if stage.recompute == "none" else 3.0) for stage in plan.stages)
 
 
-def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0) -> tuple[StageCost, ...]:
+def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
+    """For each group of shared parameters the stages that hold it, as `lower` takes them.
+
+    Args:
+        costs: one for each stage.
+    """
+    return tuple(tuple(s for s, size in enumerate(sizes) if size) for sizes in zip(*(cost.shared for cost in costs), strict=True))
+
+
+def sum_layer_costs(
+    plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
+) -> tuple[StageCost, ...]:
     """Costs of the plan's stages from those of their layers.
 
     Args:
@@ -124,6 +152,7 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
         layers: the cost of each layer of the plan, by layer id.
         inputs: bytes of one microbatch's inputs.
         labels: bytes of one microbatch's labels.
+        shared: the parameters that several layers share; a stage with several of these layers has it once.
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
@@ -168,7 +197,28 @@ def sum_layer_costs(plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int 
                 temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )
-    return tuple(costs)
+    return _with_shared(plan, costs, shared)
+
+
+def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:
+    """The costs with each shared parameter once in a stage, and the gradients that stages exchange."""
+    found, groups = list(costs), dict[tuple[int, ...], int]()
+    for parameter in shared:
+        uses = [len(set(stage.layers) & set(parameter.layers)) for stage in plan.stages]
+        holders = tuple(s for s, count in enumerate(uses) if count)
+        for s in holders:
+            again = uses[s] - 1
+            found[s] = replace(
+                found[s],
+                weights=found[s].weights - again * parameter.weights,
+                accumulators=found[s].accumulators - again * parameter.accumulators,
+                optimizer=found[s].optimizer - again * parameter.optimizer,
+            )
+        if len(holders) > 1:
+            groups[holders] = groups.get(holders, 0) + parameter.accumulators
+    return tuple(
+        replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(found)
+    )
 
 
 def _residuals(layers: Sequence[LayerCost], policy: str) -> int:

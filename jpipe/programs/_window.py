@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jpipe.errors import InputError
 from jpipe.plan import Plan
-from jpipe.programs._costs import Link, Network, StageCost
+from jpipe.programs._costs import Link, Network, StageCost, shared_stages
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
@@ -80,7 +80,7 @@ def predict_window(
         link: between the workers, as in `simulate`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
-    program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm)
+    program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm, shared=shared_stages(costs))
     prediction = simulate(program, costs, link)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 

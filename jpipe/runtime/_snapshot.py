@@ -1,8 +1,9 @@
 """Snapshots of a running pipeline: what each worker holds after its own update, as arrays by layer id; and workers restored from them."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,24 @@ from jpipe.stages._functions import StageFunctions, floats_of, with_floats
 Tree = Any
 
 
+class CopiesDiffer(RuntimeError):
+    """Stages hold different bits of a parameter that they share: a device, a link or a program has gone wrong since the last checkpoint."""
+
+
+class SharedCopy(NamedTuple):
+    """A checksum of a worker's copy of a parameter that stages share: of the newest version and of the optimizer state.
+
+    Attributes:
+        parameter: its number among the shared parameters of the plan.
+        worker: that holds the copy.
+        checksum: CRC-32 of all bytes.
+    """
+
+    parameter: int
+    worker: int
+    checksum: int
+
+
 class Snapshot:
     """Copies what a checkpoint before one batch needs while the run continues. It does not drain or pause the run, or change its numbers.
 
@@ -37,12 +56,17 @@ class Snapshot:
         workers: the functions of the stage of each worker of this process.
 
     Attributes:
+        plan: as given.
         batch: the first batch of a restored run.
+        shared: the parameters that several stages share, by name, in an order that all processes have.
     """
 
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, StageFunctions]) -> None:
         self.batch = batch
+        self.plan = plan
         self._parts = {w: _Part(plan, w, batch, f) for w, f in workers.items()}
+        groups = next(iter(workers.values())).sharing.groups if workers else ()
+        self.shared = tuple(name for _, names in groups for name in names)
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
@@ -62,6 +86,12 @@ class Snapshot:
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
+
+    def shared_copies(self) -> list[SharedCopy]:
+        """What the workers of this process hold of parameters that several stages share; it is copied to the host for that."""
+        assert self.complete
+        held = [(n, w, part) for n, name in enumerate(self.shared) for w, part in self._parts.items() if part.holds(name)]
+        return [SharedCopy(n, w, part.checksum(self.shared[n])) for n, w, part in held]
 
 
 _OTHER_OPTIMIZER = (
@@ -116,6 +146,16 @@ class _Part:
                     if event.state.loss_scales:
                         self._scales[version] = event.state.loss_scales[version]
         self._before = dict(event.state.layer_state)
+
+    def holds(self, entry: str) -> bool:
+        return entry in self._optimizer
+
+    def checksum(self, entry: str) -> int:
+        """CRC-32 of the newest version and the optimizer state of an entry."""
+        found = 0
+        for leaf in jax.tree.leaves(to_plain((self._versions[self._newest][entry], self._optimizer[entry]))):
+            found = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, found)
+        return found
 
     def layers(self) -> dict[str, Plain]:
         found: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}

@@ -6,7 +6,8 @@ other, and with clipping the wait for the norm of the gradients.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import permutations
 from math import lcm
 
 import jpipe
@@ -49,7 +50,19 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
         seconds = plan.updates_per_batch(s) * _sending(costs[s].accumulators, ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
+    for source, target, size in _exchange(plan, costs):
+        crossed = link(source, target)
+        for port in crossed.ports:
+            loads[port] += size / crossed.bandwidth
     return max(loads.values(), default=0.0)
+
+
+def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> Iterator[tuple[int, int, int]]:
+    """(sender, receiver, bytes) of the gradients of shared parameters for each update: one replica sends to each worker of other stages."""
+    for group, stages in enumerate(jpipe.programs.shared_stages(costs)):
+        for s, other in permutations(stages, 2):
+            for replica, target in enumerate(plan.stage_workers[other]):
+                yield plan.stage_workers[s][replica % plan.replicas[s]], target, costs[s].shared[group]
 
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:

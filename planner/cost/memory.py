@@ -22,11 +22,13 @@ def stage_bytes(
     waiting: Number,
     accumulators: Number,
     replicas: Number,
+    exchanged: Number = 0,
 ) -> Number:
     """The peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
-    Without a flush a replicated stage sums the gradients of one update while it computes those of the next. Both sets exist until the
-    update, and the newest of `versions` only after it. So the second set adds to the peak only what it takes more than the weights do.
+    Without a flush a replicated stage sums the gradients of one update while it computes those of the next, and so does a stage that
+    shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
+    to the peak only what it takes more than the weights do.
 
     A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more gradients can
     wait, and `simulate` counts up to a quarter more.
@@ -45,10 +47,15 @@ def stage_bytes(
         waiting: stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
         accumulators: accumulated gradients.
         replicas: r_s.
+        exchanged: gradients of shared parameters that wait for the update, the stage's own and those of the other stages; with a flush
+            nothing is in flight then.
     """
-    second = (np.minimum(versions, replicas) > 1) * np.maximum(accumulators - weights, 0)
+    asynchronous = np.asarray(versions) > 1
+    sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
+    second = sets_aside * np.maximum(accumulators - weights, 0)
     kept = versions * weights + accumulators + second + optimizer + state
-    return kept + in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
+    moving = in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
+    return kept + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:

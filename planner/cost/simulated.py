@@ -49,7 +49,7 @@ def simulated(
         return None
     first, batches = window(plan)
     link, shown = network(plan, topology), first + batches + 1
-    prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm), costs, link)
+    prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
     seconds = max(
         _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
     )

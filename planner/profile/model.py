@@ -15,7 +15,7 @@ import optax
 
 import jpipe
 from jpipe import InputError
-from planner.profile.profile import AtSize, LayerProfile, Profile
+from planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile
 
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
@@ -82,8 +82,11 @@ class Model:
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
             text = re.sub("0x[0-9a-f]+", "", str(traced))  # addresses of its functions
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
-            state = jax.eval_shape(functools.partial(layerwise.init, layer_id), spec.params)  # only leaves: it is keyed by layer id
-            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), repr(jax.tree.leaves(state)), text), layer_id)
+            entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
+            states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in entries.items()]
+            leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
+            shares = tuple(self.stack.ties.places.get(layer_id, {}))
+            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, shares, text), layer_id)
         return found
 
     @cached_property
@@ -111,9 +114,25 @@ class Model:
 
     def gradient_bytes(self, layer_id: str) -> int:
         """The bytes of a layer's accumulated gradients."""
-        leaves = jax.tree.leaves(self._first_specs[layer_id].params)
-        dtypes = (self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype)) for leaf in leaves)
-        return sum(leaf.size * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True))
+        entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
+        return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(entries))
+
+    def _gradient_dtype(self, leaf: Any) -> Any:
+        return self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype))
+
+    @cached_property
+    def shared(self) -> tuple[SharedProfile, ...]:
+        """The bytes of the parameters that two or more layers share."""
+        entries = self.stack.ties.split({layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+        return tuple(
+            SharedProfile(
+                layers=layers,
+                weights=entries[name].size * self.precision.version_dtype(entries[name].dtype).itemsize,
+                accumulators=entries[name].size * self._gradient_dtype(entries[name]).itemsize,
+                optimizer=_bytes(jax.eval_shape(functools.partial(self._layerwise.init, name), entries[name])),
+            )
+            for name, layers in self.stack.ties.sharers(self.stack.ids).items()
+        )
 
     @cached_property
     def batches(self) -> dict[int, tuple[Tree, Tree]]:
@@ -211,7 +230,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         sizes = {"weights": cost.weights, "accumulators": model.gradient_bytes(layer_id), "optimizer": cost.optimizer, "state": cost.state}
         layers.append(LayerProfile(id=layer_id, update=update, at=at, **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
-    return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), **fields)
+    return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
 
 
 def parts_of_bytes(model: Model) -> int:

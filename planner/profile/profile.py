@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -73,6 +74,22 @@ class LayerProfile(_Data):
         return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
+class SharedProfile(_Data):
+    """A parameter that several layers share, in bytes. The numbers of each of these layers include it, too.
+
+    Attributes:
+        layers: the ids of these layers.
+        weights: the parameter.
+        accumulators: its accumulated gradients.
+        optimizer: its optimizer state.
+    """
+
+    layers: Annotated[tuple[str, ...], Field(min_length=2)]
+    weights: Bytes
+    accumulators: Bytes
+    optimizer: Bytes = 0
+
+
 class Profile(_Data):
     """A model's costs.
 
@@ -85,9 +102,10 @@ class Profile(_Data):
         labels: bytes of its labels, for each size.
         dispatch: seconds to start a computation, in addition to the device's work.
         layers: the layers in the model's order.
+        shared: the parameters that several of these layers share.
 
     Raises:
-        InputError: a part is wrong: all times are zero, a number is invalid, or sizes do not fit.
+        InputError: a part is wrong: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
     """
 
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
@@ -98,6 +116,7 @@ class Profile(_Data):
     labels: tuple[Bytes, ...]
     dispatch: Seconds = 0.0
     layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
+    shared: tuple[SharedProfile, ...] = ()
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -124,11 +143,27 @@ class Profile(_Data):
                     raise ValueError(
                         f"layer '{layer.id}', {rows} rows: expected residuals for the policy 'none', found {list(at.residuals)}"
                     )
+        for parameter in self.shared:
+            self._check_shared(parameter)
         for n, rows in enumerate(self.sizes):
             if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
                 again = "profile again, with more repetitions or larger microbatches"
                 raise ValueError(f"all times at microbatches of size {rows} are zero; {again}")
         return self
+
+    def _check_shared(self, parameter: SharedProfile) -> None:
+        if unknown := [layer_id for layer_id in parameter.layers if layer_id not in self.ids]:
+            raise ValueError(f"shared: layer '{unknown[0]}' is not among the layers; {jpipe.errors.nearest(unknown[0], self.ids)}")
+        if len(set(parameter.layers)) < len(parameter.layers):
+            raise ValueError(f"shared: expected different layers, found {', '.join(parameter.layers)}")
+        for name in ("weights", "accumulators", "optimizer"):
+            for layer in self.layers:
+                if layer.id in parameter.layers and getattr(layer, name) < sum(
+                    getattr(other, name) for other in self.shared if layer.id in other.layers
+                ):
+                    raise ValueError(
+                        f"shared: layer '{layer.id}' has fewer bytes of {name} than it shares; each layer includes what it shares"
+                    )
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -156,15 +191,26 @@ class Profile(_Data):
             for at in (layer.at[n],)
         }
 
+    @cached_property
+    def shared_costs(self) -> tuple[jpipe.programs.SharedCost, ...]:
+        """The costs of the shared parameters."""
+        return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
+
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
         """The costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
-        costs = jpipe.programs.sum_layer_costs(plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n])
+        costs = jpipe.programs.sum_layer_costs(
+            plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
+        )
         timed = ("forward", "backward", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
-    def check_layers(self, ids: tuple[str, ...]) -> None:
-        """Refuse the profile if its layers are not those with the ids `ids`.
+    def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
+        """Refuse the profile if its layers are not those with the ids `ids`, or do not share the same parameters.
+
+        Args:
+            ids: of the model's layers.
+            shared: for each parameter that layers share the ids of these layers.
 
         Raises:
             InputError: the message names the first layer that differs.
@@ -175,6 +221,10 @@ class Profile(_Data):
         if len(self.ids) != len(ids):
             longer, what = (self.ids, "is not in the model") if len(self.ids) > len(ids) else (ids, "of the model is not in it")
             raise InputError(f"profile: layer '{longer[min(len(self.ids), len(ids))]}' {what}; profile this model")
+        found_shared = [parameter.layers for parameter in self.shared]
+        if sorted(found_shared) != sorted(shared):
+            expected, found = ("; ".join(map(", ".join, groups)) or "none" for groups in (sorted(shared), sorted(found_shared)))
+            raise InputError(f"profile: expected layers that share a parameter: {expected}; found {found}; profile this model")
 
     def to_json(self) -> str:
         """The profile as JSON text, for `from_json`."""

@@ -197,7 +197,7 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
     unlinked = _without_links(topology)
     if _agree(profile, unlinked, candidate, global_norm):
         layers = tuple([layer.model_copy(update={"accumulators": 0}) for layer in profile.layers])
-        return "sum" if _agree(profile.model_copy(update={"layers": layers}), topology, candidate, global_norm) else "link"
+        return "sum" if _agree(profile.model_copy(update={"layers": layers, "shared": ()}), topology, candidate, global_norm) else "link"
     even = dataclasses.replace(candidate, policies=candidate.policies[:1] * candidate.depth)
     return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, global_norm) else "bubble"
 

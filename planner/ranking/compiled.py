@@ -62,7 +62,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Peak bytes of a worker of each stage, in a pipeline whose stages are about equally fast."""
-    rules, found = jpipe.schedules.SCHEDULES[plan.schedule], []
+    rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
@@ -82,6 +82,7 @@ def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
                 waiting=waiting_inputs(ahead, replicas, sent),
                 accumulators=cost.accumulators,
                 replicas=replicas,
+                exchanged=sum(len(stages) * size for stages, size in zip(shared, cost.shared, strict=True) if s in stages),
             )
         )
     return tuple(int(size) for size in found)

@@ -30,7 +30,8 @@ def find_candidates(
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
-    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight.
+    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. Those that `cannot_share` are left out if layers
+    share a parameter.
 
     Args:
         profile: the model's costs.
@@ -42,12 +43,19 @@ def find_candidates(
             "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
             exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
     """
+    if profile.shared:
+        schedules = tuple(name for name in schedules if not cannot_share(name))
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
     if SCHEDULE.name in schedules:
         found += _pipedream(profile, topology, batch, exact, pipedream)
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
     alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
     return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
+
+
+def cannot_share(schedule: str) -> str:
+    """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
+    return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2))
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:

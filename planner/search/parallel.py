@@ -208,6 +208,7 @@ class _Sweep:
             waiting=waiting_inputs(in_flight, width, sent),
             accumulators=stages.accumulators,
             replicas=width,
+            exchanged=stages.exchanged,
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
@@ -225,7 +226,7 @@ class _Sweep:
         price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
         numbers = np.array(fit.flown.microbatches)
         busy = width * (numbers * times.own.sum(1) + stages.update.sum())
-        sums = 2 * (width - 1) * stages.accumulators.sum() / (width * rows * numbers)
+        sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
             fit.flown.microbatches,

@@ -31,6 +31,8 @@ class Stages:
         labels: bytes; 0 except at the last stage.
         residuals: bytes of one microbatch, by policy.
         temporary: bytes, by policy.
+        exchanged: bytes of shared gradients that a stage holds for the exchange with others: its own and those of the others.
+        sent: bytes of shared gradients that it sends to other stages.
     """
 
     starts: tuple[int, ...]
@@ -46,6 +48,8 @@ class Stages:
     labels: Any
     residuals: Any
     temporary: Any
+    exchanged: Any
+    sent: Any
 
 
 class Layers:
@@ -73,6 +77,19 @@ class Layers:
         names = ("update", "weights", "accumulators", "optimizer", "state")
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
+    def _summed(self, first: Any) -> dict[str, Any]:
+        """The parts that do not depend on the microbatch size, by stage, with each shared parameter once in a stage."""
+        found = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
+        found["exchanged"] = found["sent"] = np.zeros_like(first)
+        for parameter in self._profile.shared:
+            uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
+            for name in ("weights", "accumulators", "optimizer"):
+                found[name] = found[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
+            holders = np.count_nonzero(uses)
+            sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)
+            found["exchanged"], found["sent"] = found["exchanged"] + holders * sizes, found["sent"] + (holders - 1) * sizes
+        return found
+
     def cut(self, starts: Sequence[int], n: int) -> Stages:
         """The stages of a cut for the n-th microbatch size of the profile.
 
@@ -91,7 +108,7 @@ class Layers:
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
         again = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
-        once = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
+        once = self._summed(first)
         return Stages(
             starts=tuple(starts),
             forward=forward + profile.dispatch,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe import InputError, Layer, LayerStack, Plan
+from jpipe import InputError, Layer, LayerStack, Plan, Tie
 from jpipe.schedules import SCHEDULES
 
 WIDTH = 3
@@ -65,6 +65,13 @@ def plain_stack(count: int = 4) -> LayerStack:
 def rich_stack() -> LayerStack:
     """Four layers: layer state at both ends, dropout in the middle."""
     return LayerStack({"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()})
+
+
+@functools.cache
+def tied_stack() -> LayerStack:
+    """The rich stack, two layers of which have one matrix."""
+    layers = {"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()}
+    return LayerStack(layers, ties=[Tie(("noise", "w"), ("out", "w"))])
 
 
 def masked_squares(y, labels):

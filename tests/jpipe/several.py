@@ -22,6 +22,14 @@ CASES: dict[str, dict[str, dict]] = {
     "2": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
         "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "clip": 3.0, "ema": 0.5},
+        "tied": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 4,
+            "replicas": (1, 2),
+            "placement": [[0], [1, 0]],
+            "tied": True,
+        },
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -62,7 +70,7 @@ def pipeline(fields: dict):
 
     clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
-    stack = models.rich_stack()
+    stack = models.tied_stack() if fields.pop("tied", False) else models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
     options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
@@ -122,6 +130,30 @@ def refusal() -> str:
     return ""
 
 
+def save_copies(folder: Path) -> dict[str, np.ndarray]:
+    """Save a run with shared parameters, and once more where one copy has changed: the checkpoints that are there, and what is said."""
+    import jax
+
+    from jpipe import checkpoints
+    from jpipe.runtime import CopiesDiffer
+
+    pipe, batches = pipeline(dict(CASES["2"]["tied"]))
+    said = ""
+    for at, changes in ((1, False), (2, True)):
+        state, snapshot = pipe.init(jax.random.key(7), batches[0]), pipe.snapshot(at)
+        if changes and jax.process_index() == 1:
+            (own,) = state.workers
+            own.versions[0]["noise shared w"] = own.versions[0]["noise shared w"] + 1
+        for batch in batches[: at + 1]:
+            state, _ = pipe.step(state, batch, observe=snapshot)
+        pipe.drain(state, observe=snapshot)
+        try:
+            checkpoints.save(folder, snapshot)
+        except CopiesDiffer as error:
+            said = str(error)
+    return {"copies": np.asarray(said), "saved": np.asarray(checkpoints.steps(folder))}
+
+
 def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
@@ -129,6 +161,7 @@ def train_all(group: str, count: int, file: str) -> None:
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
+        found |= save_copies(Path(file).parent) if "tied" in mine else {}
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
         inline = [case for case in INLINE if case in mine]
         found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}

@@ -108,18 +108,21 @@ class Checkpoints:
 
         Raises:
             OSError: as `proceed`.
+            jpipe.runtime.CopiesDiffer: copies of a shared parameter differ.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
+        from jpipe import checkpoints
+
         try:
             with self._together.working("a checkpoint to be written"):
                 writing.result()
-        except OSError as error:
-            from jpipe.checkpoints import files as checkpoint_files
-
-            whole = checkpoint_files.steps(self._folder)
+        except (OSError, jpipe.runtime.CopiesDiffer) as error:
+            whole = checkpoints.steps(self._folder)
             kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
+            if isinstance(error, jpipe.runtime.CopiesDiffer):
+                raise jpipe.runtime.CopiesDiffer(f"{error}; {kept}") from error
             what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
             if self._config.on_full_disk == "stop":
                 raise OSError(error.errno, f"{what}: {error.strerror or error}; {kept}") from error

@@ -91,7 +91,7 @@ def _with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
                 "leave it out, or train with optimizer.ema_decay"
             )
         params = {path: np.asarray(averages[path]).astype(leaf.dtype) for path, leaf in newest.items()}
-        found[layer_id] = {"params": {"0": params}, "state": parts.get("state", {})}
+        found[layer_id] = {"params": {"0": params}} | {name: parts[name] for name in ("state",) if name in parts}
     return found
 
 

@@ -154,7 +154,7 @@ def _profile_and_topology(
         if rows is None and Path(files.profile).suffix == ".txt":
             reporter.say("microbatches of 1 row: say how many with --rows")
         if parts is not None:
-            profile.check_layers(parts.stack.ids)
+            profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
     else:
         assert parts is not None
         profile = profile_of(parts, known, batch, known.num_workers if known else workers or 1, reporter)

@@ -24,7 +24,7 @@ from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
 from planner.search.candidate import Candidate
-from planner.search.candidates import Updates, find_candidates
+from planner.search.candidates import Updates, cannot_share, find_candidates
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
@@ -180,6 +180,22 @@ _NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scal
 _MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
 
+def _possible(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[tuple[str, ...], str]:
+    """The schedules to try; if each of them can be used with one stage only, why.
+
+    Says which schedules are left out because of options or shared parameters.
+    """
+    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
+    used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
+    refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
+    schedules = tuple(name for name in allowed if name not in refusals)
+    if schedules:
+        for name, why in refusals.items():
+            reporter.say(f"left out, because of {used}: {name}: {why}")
+        return schedules, ""
+    return allowed, "; ".join(f"{name} with more than one stage cannot be used with {used}: {why}" for name, why in refusals.items())
+
+
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Found:
     """Find and rank all plans that a run may have.
 
@@ -192,14 +208,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter: prints what was left out.
 
     Raises:
-        InputError: no plan has such a batch, or none of the schedules asked for can use the norm.
+        InputError: no plan has such a batch, or none of the schedules asked for can use the norm or have shared parameters.
     """
-    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
-    refusals = {name: why for name in allowed if global_norm and (why := _norm_refusal(jpipe.Plan.even("ab", 2, name, 2)))}
-    schedules = tuple(name for name in allowed if name not in refusals) or allowed  # in one stage all of them can use the norm
-    for name, why in refusals.items():
-        which = f"{name} with more than one stage" if name in schedules else name
-        reporter.say(f"left out, because of {_NEEDS_NORM}: {which}: {why}")
+    schedules, why_one_stage = _possible(profile, request, global_norm, reporter)
     if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
@@ -207,8 +218,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         )
     exact = not request.up_to
     found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
-    if refusals and schedules == allowed:
-        found = [candidate for candidate in found if candidate.depth == 1 and not _norm_refusal(candidate.plan(profile.ids))]
+    if why_one_stage:
+        found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
+        if not found:
+            raise InputError(f"--schedules: {why_one_stage}")
+        reporter.say(f"left out: {why_one_stage}")
     used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:

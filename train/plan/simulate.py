@@ -53,8 +53,9 @@ def main(
     warm_up = jpipe.programs.batches_until_full(plan)
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
-    prediction = jpipe.simulate(jpipe.lower(plan, shown), costs)
-    long = jpipe.simulate(jpipe.lower(plan, stride + 3), costs)
+    shared = jpipe.programs.shared_stages(costs or ())
+    prediction = jpipe.simulate(jpipe.lower(plan, shown, shared=shared), costs)
+    long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""

@@ -90,7 +90,7 @@ def main(
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
-            if isinstance(error, (OSError, jax.errors.JaxRuntimeError)):
+            if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{_reason(error)}{logged}") from error
             raise
 
@@ -202,5 +202,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"the run folder cannot be written: {error.strerror or error}"
     said = first_line(error)
+    if isinstance(error, jpipe.runtime.CopiesDiffer):
+        return said
     hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in said else ""
     return f"a device failed: {said}{hint}"

@@ -1,11 +1,15 @@
 """Checkpoints from Python: a loop of the user's own that saves, is stopped and goes on."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from jpipe import InputError, Pipeline, Plan, checkpoints
+from jpipe import InputError, LayerStack, Pipeline, Plan, Tie, checkpoints
 from jpipe.checkpoints import files
+from jpipe.runtime import CopiesDiffer
 from tests.jpipe import models
 from tests.jpipe.running import KEY, check_equal
 
@@ -75,3 +79,40 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
     (tmp_path / "checkpoints" / f"{step:08d}" / "metrics.jsonl").write_text("changed")
     with pytest.raises(InputError, match="none of its checkpoints is whole"):
         checkpoints.load(pipe, tmp_path, key, batches[0])
+
+
+def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
+    """Whether the weights or only the optimizer state differ, and in which replica."""
+    ties = [Tie(("in", "kernel"), ("out", "kernel"))]
+    linear = functools.partial(nnx.Linear, 3, 3)
+    stack = LayerStack({"in": lambda rngs: linear(rngs=rngs), "out": lambda rngs: linear(rngs=rngs)}, ties=ties)
+    plan = Plan.even(stack.ids, 2, "pipedream_2bw", 2, replicas=(1, 2))
+    pipe = Pipeline(stack, plan, models.squares, models.momentum(), [jax.devices()[s] for s, _ in plan.workers])
+    batch = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
+
+    def saved(at: int, change=None) -> None:
+        state = pipe.init(jax.random.key(KEY), batch)
+        snapshot = pipe.snapshot(at)
+        for t in range(at + 2):
+            if t == 1 and change is not None:
+                change(state.workers)
+            state, _ = pipe.step(state, batch, observe=snapshot)
+        pipe.drain(state, observe=snapshot)
+        checkpoints.save(tmp_path, snapshot)
+
+    def weights(workers) -> None:
+        newest = workers[2].versions[workers[2].latest]
+        newest["in shared kernel"] = newest["in shared kernel"] + 0.25
+
+    def momenta(workers) -> None:
+        workers[1].optimizer["in shared kernel"] = jax.tree.map(lambda leaf: leaf + 1, workers[1].optimizer["in shared kernel"])
+
+    saved(2)
+    for change, where in (weights, "stage 1, replica 1"), (momenta, "stage 1"):
+        with pytest.raises(
+            CopiesDiffer,
+            match=rf"^checkpoint of step 3: the copies of 'in shared kernel' at stage 0 and at {where} are not .* after batch 2;",
+        ):
+            saved(3, change)
+    assert checkpoints.steps(tmp_path) == [2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000002"]

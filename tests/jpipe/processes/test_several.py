@@ -25,6 +25,9 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
         with subtests.test(f"layer state of {case}"):
             if "replicas" in fields:
                 check_mean_of_layer_state([of_case(case, numbers) for numbers in each])
+    if "tied" in CASES[group]:
+        with subtests.test("copies of shared parameters in two processes are compared before a checkpoint is complete"):
+            check_copies(*each)
     with subtests.test("a plan that does not fit is refused in all, with both grids"):
         check_refusal([str(numbers["refused"]) for numbers in each])
 
@@ -74,6 +77,13 @@ def check_mean_of_layer_state(each: list[dict]) -> None:
                 means.setdefault(match[1], set()).add(value.tobytes())
     assert len(means) == 2, "layers with state"
     assert all(len(values) == 1 for values in means.values()), "one mean for all replicas of a layer"
+
+
+def check_copies(first: dict, second: dict) -> None:
+    said = "checkpoint of step 2: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 1;"
+    assert str(first["copies"]).startswith(said)
+    assert str(second["copies"]) == ""
+    assert first["saved"].tolist() == [1]
 
 
 def check_refusal(messages: list[str]) -> None:

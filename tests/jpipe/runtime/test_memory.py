@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jpipe import LayerStack, Pipeline, Plan, Precision, lower, simulate
+from jpipe import LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe.programs import shared_stages
 from tests.jpipe.models import VARIANTS
 
 ROWS, WIDTH, MICROBATCHES = 32, 24, 4
@@ -64,7 +65,9 @@ def measured_and_predicted(plan, stack=STACK, **options) -> tuple[list[int], lis
     for _ in range(5):
         state, _ = pipe.step(state, batch, observe=observe)
     state = pipe.drain(state, observe=observe)
-    predicted = simulate(lower(plan, 5, global_norm=pipe.uses_global_norm), pipe.costs(batch)).peak_bytes
+    costs = pipe.costs(batch)
+    program = lower(plan, 5, global_norm=pipe.uses_global_norm, shared=shared_stages(costs))
+    predicted = simulate(program, costs).peak_bytes
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
@@ -101,6 +104,25 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     plan = Plan.even(STACK.ids, 3, microbatches=6, replicas=replicas, **VARIANTS[variant])
     with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm joins bfloat16 inputs to float32 statistics
         measured, predicted = measured_and_predicted(plan, precision=MASTERS)
+    np.testing.assert_allclose(measured, predicted, atol=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "replicas"),
+    [
+        ({"schedule": "pipedream_2bw"}, 1),
+        pytest.param({"schedule": "gpipe"}, 1, marks=pytest.mark.slow),
+        pytest.param({"schedule": "pipedream", "vertical_sync": True}, 1, marks=pytest.mark.slow),
+        pytest.param({"schedule": "gpipe"}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
+    """Two of them, one shared by two layers of a stage and one of another, in dense layers without anything else."""
+    layers = {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | dict.fromkeys("abcd", lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+    ties = [Tie(("a", "kernel"), ("c", "kernel")), Tie(("a", "kernel"), ("d", "kernel")), Tie(("in", "bias"), ("b", "bias"))]
+    stack = LayerStack(layers, ties=ties)
+    plan = Plan.even(stack.ids, 3, microbatches=MICROBATCHES, replicas=replicas, **fields)
+    measured, predicted = measured_and_predicted(plan, stack=stack)
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 

@@ -13,9 +13,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Tie, lower, simulate
+from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, Tie, lower, simulate
 from jpipe.model._ties import Ties
-from jpipe.programs import ProgramError, StageCost
+from jpipe.programs import ProgramError, StageCost, predict_window
 from jpipe.programs._instructions import AddShared, TakeShared
 from jpipe.schedules import SCHEDULES
 from tests.jpipe import models, reference
@@ -46,6 +46,16 @@ class Head(nnx.Module):
 
 def linear(*, rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+
+
+class Single(nnx.Module):
+    """A linear layer in float32."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jnp.zeros((WIDTH, WIDTH), jnp.float32))
+
+    def __call__(self, x):
+        return (x.astype(jnp.float32) @ self.kernel[...]).astype(x.dtype)
 
 
 @functools.cache
@@ -129,9 +139,8 @@ def test_equals_plain_training_with_one_array(replicas, fields, clip):
     check_copies(state)
 
 
-def check_copies(state) -> None:
-    """The newest copies of the table, and of its optimizer state, are the same bits at all workers that hold them."""
-    name = "embed shared token/embedding"
+def check_copies(state, name="embed shared token/embedding") -> None:
+    """The newest copies of the parameter, and of its optimizer state, are the same bits at all workers that hold them."""
     held = [(worker.versions[worker.latest][name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer]
     assert held
     for copy in held[1:]:
@@ -156,13 +165,62 @@ def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
         check_close(pipe.params(pipe.drain(again)), expected)
 
 
+def test_averages_and_evaluation_are_those_of_one_stage():
+    """The moving average, and the loss of the newest weights and of the average."""
+    data, found = batches(), []
+    for replicas in ((1,), (1, 1, 2)):
+        pipe = pipeline(replicas, {"schedule": "pipedream_2bw"}, ema_decay=0.5)
+        state = pipe.init(jax.random.key(0), data[0])
+        for batch in data:
+            state, _ = pipe.step(state, batch)
+        in_flight = pipe.evaluate(state, data[0])
+        assert in_flight.version <= BATCHES
+        state = pipe.drain(state)
+        losses = [float(pipe.evaluate(state, data[0], weights=weights).loss) for weights in ("newest", "ema")]
+        assert losses[0] != losses[1]
+        check_copies(state)
+        found.append((losses, pipe.params(state, weights="ema")))
+    check_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_masters_of_a_shared_parameter(replicas):
+    """One version in bfloat16 and one master in each stage; a run that is restored is the same, bit for bit."""
+    stack, data, name = models.tied_stack(), models.masked_batches(3, 4), "noise shared w"
+    plan = Plan.even(stack.ids, 2, "pipedream_2bw", 4, replicas=replicas)
+    devices, precision = [jax.devices()[s] for s, _ in plan.workers], Precision(params="bfloat16")
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, precision=precision)
+    state, cut = pipe.init(jax.random.key(0), data[0]), pipe.snapshot(1)
+    for batch in data:
+        state, _ = pipe.step(state, batch, observe=cut)
+    state = pipe.drain(state)
+    check_copies(state, name)
+    for worker in state.workers:
+        assert worker.versions[worker.latest][name].dtype == jnp.bfloat16
+        assert worker.optimizer[name].masters.dtype == worker.accumulators["gradients"][name].dtype == jnp.float32
+    again = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
+    for batch in data[1:]:
+        again, _ = pipe.step(again, batch)
+    check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(again), state)))
+
+
 def test_given_parameters_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))
-    state = pipe.init(jax.random.key(1), data[0], {"embed": params["embed"]})
-    found = pipe.params(state)
-    np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
-    check_copies(state)
+    for some in {"embed": params["embed"]}, params:
+        state = pipe.init(jax.random.key(1), data[0], some)
+        found = pipe.params(state)
+        np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
+        check_copies(state)
+    with pytest.raises(
+        InputError, match=r"^params: 'table/embedding' of layer 'head' is 'token/embedding' of layer 'embed' .*is not given"
+    ):
+        pipe.init(jax.random.key(1), data[0], {"head": params["head"]})
+    other = jax.tree.map(lambda leaf: leaf + 1, params["head"])
+    with pytest.raises(
+        InputError, match=r"but other values are given there; give the same, or leave out 'table/embedding' of layer 'head'$"
+    ):
+        pipe.init(jax.random.key(1), data[0], params | {"head": other})
 
 
 def test_bytes_count_one_array_in_a_stage_and_one_in_each_of_several():
@@ -203,6 +261,12 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
         ]
 
 
+def test_a_predicted_window_has_the_exchange():
+    plan = Plan.even("abc", 3, "pipedream_2bw", 3)
+    found = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
+    assert [window.peak_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
+
+
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])
 @pytest.mark.parametrize("worker", [0, 2])
 def test_a_program_without_its_exchange_is_refused(kind, worker):
@@ -224,10 +288,12 @@ def test_a_program_without_its_exchange_is_refused(kind, worker):
             r"layer 'embed' has no parameter 'token'; the nearest are token/embedding",
         ),
         ([Tie(("embed", "position"), ("head", "table/embedding"))], r"'table/embedding' of layer 'head' is float64\[7, 3\], 'position' of"),
+        ([Tie(("a", "kernel"), ("single", "kernel"))], r"'kernel' of layer 'single' is float32\[3, 3\], 'kernel' of layer 'a' is float64"),
     ],
 )
 def test_ties_that_do_not_fit_the_parameters(ties, message):
-    pipe = pipeline((1,), {"schedule": "gpipe"}, tied(tuple(ties)))
+    layers = {"embed": Embed, "a": linear, "single": Single, "head": Head}
+    pipe = pipeline((1,), {"schedule": "gpipe"}, LayerStack(layers, ties=ties))
     with pytest.raises(InputError, match=f"ties: {message}"):
         pipe.init(jax.random.key(0), batches()[0])
 

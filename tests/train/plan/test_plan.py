@@ -147,6 +147,22 @@ def test_clipping_leaves_out_weight_stashing(files, capsys):
     assert re.search(r"^\d+ +pipedream_2bw ", out, re.MULTILINE)
 
 
+def test_shared_parameters_leave_out_weight_stashing(files, capsys):
+    parameter = {"layers": ("embed", "head"), "weights": 10**5, "accumulators": 10**5}
+    Path("shared.json").write_text(Profile(**dict(profile()) | {"shared": [parameter]}).to_json())
+    arguments = "plan", "--profile=shared.json", "--topology=two.yaml", "--batch=4"
+    out = planned(capsys, *arguments[1:])
+    assert "left out, because of shared parameters: pipedream: under weight stashing the last stage updates " in " ".join(out.split())
+    assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
+    assert cli.main([*arguments, "--schedules=pipedream"]) == 2
+    assert (
+        "--schedules: pipedream with more than one stage cannot be used with shared parameters: under weight stashing"
+        in capsys.readouterr().err
+    )
+    assert cli.main([*arguments, "tiny.yaml"]) == 2
+    assert "profile: expected layers that share a parameter: none; found embed, head; profile this model" in capsys.readouterr().err
+
+
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):
     Path("big.json").write_text(profile(weights=10**9).to_json())
     assert cli.main(["plan", "--profile=big.json", "--topology=two.yaml", "--batch=4", "--out=plan.json"]) == 2
@@ -217,7 +233,7 @@ def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
     """Where nothing is late; the pipeline takes that plan."""
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     out = planned(capsys, *arguments)
-    assert "skip_nonfinite or a dynamic loss scale: pipedream with more than one stage: under weight stashing" in " ".join(out.split())
+    assert "left out: pipedream with more than one stage cannot be used with optimizer.clip_global_norm, " in " ".join(out.split())
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert (plan.schedule, plan.depth, len(plan.workers)) == ("pipedream", 1, 2)
     jpipe.lower(plan, 2, global_norm=True)

@@ -17,7 +17,7 @@ from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.compiled import Compiled
 from planner.search.candidates import find_candidates
-from train.config.config import Config, OptimizerConfig
+from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
 from train.plan import auto, planning
@@ -42,7 +42,7 @@ def parts() -> Parts:
     def loss(y, labels):
         return jnp.sum(y), jnp.ones(())
 
-    return Parts(jpipe.LayerStack(LAYERS), loss, optax.sgd(0.1), (SPEC, SPEC), OptimizerConfig())
+    return Parts(jpipe.LayerStack(LAYERS), loss, optax.sgd(0.1), (SPEC, SPEC), Config())
 
 
 def silent() -> Reporter:

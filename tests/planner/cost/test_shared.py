@@ -1,0 +1,144 @@
+"""Shared parameters in profiles and plans: once in a stage, exchanged between stages, and as exact as in the pipeline itself."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe import InputError
+from planner.cost.bound import port_seconds
+from planner.cost.simulated import network, simulated
+from planner.machine.topology import Topology
+from planner.profile.analyze import analyze
+from planner.profile.profile import Profile
+from planner.ranking.choose import choose
+from planner.search.candidates import cannot_share, find_candidates
+from planner.search.parallel import sweep
+from tests.planner.invented import invented_profile
+
+WORDS, WIDTH = 12, 4
+LAYERS = {
+    "embed": lambda rngs: nnx.Embed(WORDS, WIDTH, rngs=rngs),
+    "a": lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+    "b": lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+    "again": lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+    "head": lambda rngs: nnx.Linear(WIDTH, WORDS, rngs=rngs),
+}
+TIES = [jpipe.Tie(("a", "kernel"), ("again", "kernel")), jpipe.Tie(("b", "bias"), ("again", "bias"))]
+MACHINE = {"flops": {"float32": 1e9, "bfloat16": 1e9}, "memory": 1e9}
+
+
+def loss(y, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(y, labels).sum(), labels.size
+
+
+def batch(rows):
+    return jax.ShapeDtypeStruct((rows, 3), np.int32), jax.ShapeDtypeStruct((rows, 3), np.int32)
+
+
+def shared_profile(seed=0, *layers: str) -> Profile:
+    """Invented layers, of which some share most of what the smallest has; with gradients larger than the weights."""
+    profile = invented_profile(seed)
+    found = tuple(layer.model_copy(update={"accumulators": 2 * layer.weights}) for layer in profile.layers)
+    size = min(layer.weights for layer in found if layer.id in layers) * 3 // 4
+    shared = [{"layers": layers, "weights": size, "accumulators": 2 * size, "optimizer": size}]
+    return Profile(**dict(profile.model_copy(update={"layers": found})) | {"shared": shared})
+
+
+@pytest.mark.parametrize("precision", [jpipe.Precision(), jpipe.Precision(params="bfloat16")])
+def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
+    stack = jpipe.LayerStack(LAYERS, ties=TIES)
+    topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device=MACHINE)
+    profile = analyze(stack, batch, loss, optax.adam(1e-3), [2], topology.device, policies=("none",), precision=precision)
+    assert [parameter.layers for parameter in profile.shared] == [("a", "again"), ("b", "again")]
+    assert Profile.from_json(profile.to_json()) == profile
+    for stages in (
+        (["embed", "a", "b", "again", "head"],),
+        (["embed", "a"], ["b", "again", "head"]),
+        (["embed"], ["a"], ["b", "again"], ["head"]),
+    ):
+        plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": tuple(layers)} for layers in stages])
+        expected = jpipe.Pipeline(stack, plan, loss, optax.adam(1e-3), precision=precision).costs(batch(4))
+        for found, true in zip(profile.stage_costs(plan, 2), expected, strict=True):
+            assert (found.weights, found.optimizer, found.shared) == (true.weights, true.optimizer, true.shared)
+            assert true.accumulators - 8 <= found.accumulators <= true.accumulators  # the weight and the loss of a batch
+
+
+def test_what_plans_hold_and_send_is_what_the_simulator_counts():
+    topology = Topology.flat(4, bandwidth=1e9)
+    for profile in shared_profile(1, "layer_0", "layer_7"), shared_profile(2, "layer_1", "layer_2", "layer_6"):
+        candidates = sweep(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
+        assert {candidate.depth for candidate in candidates} == {1, 2, 4}
+        for candidate in candidates:
+            plan = candidate.plan(profile.ids)
+            found = simulated(plan, profile.stage_costs(plan, 1), topology)
+            assert candidate.sent * candidate.batch == pytest.approx(sum(found.sent_bytes), rel=1e-3)
+            peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+            # Gradients of the next update may come before those of the last one are used.
+            assert all(0.9 <= memory / peak <= 1.3 for memory, peak in zip(candidate.memory, peaks, strict=True))
+
+
+def test_both_layers_in_a_stage_take_less_than_apart():
+    apart = shared_profile(3, "layer_0", "layer_1")
+    without = apart.model_copy(update={"shared": ()})
+    plan = jpipe.Plan.even(apart.ids, 2, "gpipe", 2)
+    (together, *_), (twice, *_) = (profile.stage_costs(plan, 1) for profile in (apart, without))
+    parameter = apart.shared[0]
+    assert (
+        dataclasses.replace(
+            together,
+            weights=together.weights + parameter.weights,
+            accumulators=together.accumulators + parameter.accumulators,
+            optimizer=together.optimizer + parameter.optimizer,
+        )
+        == twice
+    )
+
+
+def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
+    profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e7)
+    plan = jpipe.Plan.even(profile.ids, 2, "pipedream_2bw", 2)
+    costs = profile.stage_costs(plan, 1)
+    least = port_seconds(plan, costs, network(plan, topology))
+    alone = port_seconds(plan, [dataclasses.replace(cost, shared=()) for cost in costs], network(plan, topology))
+    assert least == pytest.approx(alone + profile.shared[0].accumulators / 1e7)
+    assert simulated(plan, costs, topology).batch_seconds >= least
+
+
+def test_weight_stashing_is_left_out():
+    profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
+    assert "under weight stashing the last stage updates before" in cannot_share("pipedream")
+    candidates = find_candidates(profile, topology, 4)
+    assert "pipedream" not in {candidate.schedule for candidate in candidates}
+    assert choose(profile, topology, candidates).ranked[0].simulated is not None
+    assert find_candidates(profile, topology, 4, schedules=("pipedream",)) == []
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ({"layers": ("layer_0", "layer_9")}, "profile: shared: layer 'layer_9' is not among the layers; did you mean"),
+        ({"layers": ("layer_0", "layer_0")}, "profile: shared: expected different layers, found layer_0, layer_0"),
+        (
+            {"layers": ("layer_0", "layer_1"), "weights": 10**12},
+            "profile: shared: layer 'layer_0' has fewer bytes of weights than it shares",
+        ),
+    ],
+)
+def test_shared_parameters_that_do_not_fit_the_layers(shared, message):
+    fields = dict(invented_profile(0))
+    with pytest.raises(InputError, match=message):
+        Profile(**fields | {"shared": [{"weights": 1, "accumulators": 1} | shared]})
+
+
+def test_a_profile_of_other_ties_is_refused():
+    profile = shared_profile(0, "layer_0", "layer_7")
+    profile.check_layers(profile.ids, [("layer_0", "layer_7")])
+    with pytest.raises(
+        InputError, match="profile: expected layers that share a parameter: none; found layer_0, layer_7; profile this model"
+    ):
+        profile.check_layers(profile.ids)

@@ -1,0 +1,83 @@
+"""A run whose model shares a parameter between stages: stopped and resumed, exported, and what begins with it."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.runtime import _snapshot
+from tests.jpipe.running import check_equal
+from tests.train.checkpoint.test_resume import run_in_two, stop_before
+from tests.train.conftest import changed
+from train.assemble.build import build
+from train.checkpoint import export, warm_start
+from train.console.progress import Reporter
+from train.launch.together import Together
+from train.report.metrics_log import RunStopped
+from train.run import loop
+
+
+class Head(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Embed(256, 8, rngs=rngs)
+        self.bias = nnx.Param(jax.numpy.zeros(256))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.table.attend(x) + self.bias[...][None, None]
+
+
+def model() -> jpipe.LayerStack:
+    """What the config names."""
+    layers = {"embed": lambda rngs: nnx.Embed(256, 8, rngs=rngs), "mix": lambda rngs: nnx.Linear(8, 8, rngs=rngs), "head": Head}
+    return jpipe.LayerStack(layers, ties=[jpipe.Tie(("embed", "embedding"), ("head", "table/embedding"))])
+
+
+@pytest.fixture
+def config(tiny, monkeypatch) -> dict:
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
+    return tiny | {
+        "model": {"target": f"{__name__}:model"},
+        "optimizer": {"name": "adam", "learning_rate": 0.01, "ema_decay": 0.5},
+        "train": tiny["train"] | {"steps": 5, "trace_batches": 0},
+        "checkpoint": {"every": 2},
+    }
+
+
+def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch):
+    loop.main(changed(config))
+    run_in_two(config | {"run": {"dir": str(tmp_path / "parts")}}, monkeypatch, 3)
+    whole, parts = (checkpoint_files.read_layers(tmp_path / name, 5) for name in ("run", "parts"))
+    check_equal(parts, whole)
+    for weights in ("newest", "ema"):
+        export.main(str(tmp_path / "run"), str(tmp_path / f"{weights}.safetensors"), None, lambda _: None, weights)
+    newest, average = (load_file(tmp_path / f"{weights}.safetensors") for weights in ("newest", "ema"))
+    assert sorted(newest) == sorted(average) == ["embed/embedding", "head/bias", "mix/bias", "mix/kernel"]
+    table = whole["embed shared embedding"]
+    check_equal(newest["embed/embedding"], table["params"]["0"]["array"])
+    check_equal(average["embed/embedding"], table["optimizer"]["weights_ema"])
+
+    said = []
+    for source in ("newest.safetensors", "run"):
+        fields = config | {"plan": {"schedule": "gpipe", "num_stages": 3, "microbatches": 2}}
+        started = changed(fields, warm_start={"file": str(tmp_path / source), "mode": "strict"})
+        pipe, batches = build(started, Reporter(1, 1, "bytes"))
+        given = warm_start.load(started.warm_start, pipe, batches.train[0], Together(None), said.append)
+        params = pipe.params(pipe.init(jax.random.key(3), batches.train[0], given))
+        check_equal(np.asarray(params["embed"]["embedding"][...]), newest["embed/embedding"])
+        check_equal(np.asarray(params["head"]["table"]["embedding"][...]), newest["embed/embedding"])
+    assert all("warm start: 3 of 3 layers" in line for line in said)
+
+
+def test_copies_that_differ_end_the_run(config, monkeypatch):
+    numbers = itertools.count()
+    stop_before(monkeypatch, 4)  # once the first checkpoint is written
+    loop_of_checksums = _snapshot._Part.checksum
+    monkeypatch.setattr(_snapshot._Part, "checksum", lambda self, entry: loop_of_checksums(self, entry) ^ next(numbers))
+    message = r"^checkpoint of step 2: the copies of 'embed shared embedding' at stage 0 and at stage 1 are not .*; none so far; the steps"
+    with pytest.raises(RunStopped, match=message):
+        loop.main(changed(config))
