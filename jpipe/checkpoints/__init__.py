@@ -197,7 +197,7 @@ def _complete(
             raise problem
         if without:
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
-        for k in range(1, count):
+        for k in range(1, count) if snapshot.shared else ():
             assert processes is not None
             numbers = map(int, processes.receive(_ended(step, k, well=True), k))
             copies = copies + [SharedCopy(*copy) for copy in zip(numbers, numbers, numbers, strict=True)]

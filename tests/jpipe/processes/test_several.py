@@ -80,7 +80,7 @@ def check_mean_of_layer_state(each: list[dict]) -> None:
 
 
 def check_copies(first: dict, second: dict) -> None:
-    said = "checkpoint of step 2: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 1;"
+    said = "checkpoint of step 3: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 2;"
     assert str(first["copies"]).startswith(said)
     assert str(second["copies"]) == ""
     assert first["saved"].tolist() == [1]

@@ -32,7 +32,7 @@ class Heard(jpipe.processes.Processes):
 class Taken(jpipe.runtime.Snapshot):
     """A snapshot that is complete at once and holds nothing."""
 
-    complete = True
+    complete, shared = True, ()
 
     def __init__(self, batch):
         self.batch = batch
