@@ -126,6 +126,7 @@ class _Run:
         self._stage, self._calls, self._params, self._draw = stage, calls, params, draw
         self._arguments = state, x, labels
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
+        self._scale = _filled(specs["backward"][6], device)
         self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
         self._left: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
@@ -141,7 +142,7 @@ class _Run:
                 end = time.perf_counter()
                 self._left = self._stage.keep(self._arguments, (y, new_state)), saved
             case "backward":
-                result, done = call(self._params, *self._left, self._message, self._sums, self._draw)
+                result, done = call(self._params, *self._left, self._message, self._sums, self._draw, self._scale)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 self._sums = result[1]
