@@ -47,9 +47,7 @@ def check_observer(observe: Any) -> None:
 
 def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
     """Refuse options that need the global norm of the gradients, if they are wrong or the schedule has no norm in time."""
-    if clip_global_norm is not None and (
-        not isinstance(clip_global_norm, (int, float, np.integer, np.floating)) or not 0 < clip_global_norm < math.inf
-    ):
+    if clip_global_norm is not None and (not _is_number(clip_global_norm) or not 0 < clip_global_norm < math.inf):
         raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
@@ -64,8 +62,12 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Pr
 
 
 def check_ema_decay(ema_decay: Any) -> None:
-    if ema_decay is not None and not (isinstance(ema_decay, (int, float, np.integer, np.floating)) and 0 <= ema_decay < 1):
+    if ema_decay is not None and not (_is_number(ema_decay) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_weights(weights: Any, ema_decay: float | None) -> None:

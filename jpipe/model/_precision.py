@@ -37,7 +37,7 @@ class DynamicLossScale:
     It stays at least 1 and at most 2**100. Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
 
     Attributes:
-        initial: of the first batch; a power of two changes no bits but those that it is for.
+        initial: of the first batch; a power of two adds no rounding.
         growth_every: after how many batches in a row with finite gradients it is doubled.
 
     Raises:
@@ -91,7 +91,7 @@ class Precision:
         accumulate: in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their dtype.
             "float64" needs JAX with `jax_enable_x64`.
         loss_scale: the gradient of the loss is multiplied by it at the last stage, and each stage divides by it what it accumulates, so
-            that small gradients do not vanish in float16. A power of two changes no bits else. None: 1. A `DynamicLossScale`, or
+            that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. A `DynamicLossScale`, or
             "dynamic" for the default one, adapts it, and a batch whose gradients are not all finite is skipped.
 
     Raises:
@@ -179,7 +179,9 @@ def check_precision(precision: Any) -> None:
     if not isinstance(precision, Precision):
         raise InputError(f"precision: expected a jpipe.Precision, found {type(precision).__name__}; give Precision(params=…, compute=…)")
     if precision.accumulate == "float64" and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
-        raise InputError("precision: accumulate: float64 needs jax.config.update('jax_enable_x64', True); enable it, or use float32")
+        raise InputError(
+            "precision: accumulate: float64 needs jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1; enable it, or use float32"
+        )
 
 
 def wider(dtype: Any, least: Any) -> Any:

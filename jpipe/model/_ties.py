@@ -75,6 +75,8 @@ class Ties:
         firsts, seconds = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
         for tie in _checked(ties, ids):
             name = f"{tie.first[0]} shared {tie.first[1]}"
+            if self.first.get(name, tie.first) != tie.first:
+                raise InputError(f"ties: {_words(tie.first)} and {_words(self.first[name])} would have one name, '{name}'; rename a layer")
             if name in self._order:
                 raise InputError(f"ties: the name '{name}' is that of a layer; rename the layer")
             if tie.second in seconds:
@@ -182,6 +184,8 @@ class Ties:
         for layer_id, places in self.places.items():
             for path, name in places.items():
                 if path not in leaves[layer_id]:
+                    if "" in leaves[layer_id]:
+                        raise InputError(f"ties: the parameters of layer '{layer_id}' are one array, which has no path; put it into a dict")
                     near = difflib.get_close_matches(path, leaves[layer_id], n=3, cutoff=0)
                     raise InputError(f"ties: layer '{layer_id}' has no parameter '{path}'; the nearest are {', '.join(near) or 'none'}")
                 first_id, first_path = self.first[name]

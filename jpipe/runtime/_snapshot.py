@@ -95,7 +95,7 @@ class Snapshot:
 
 
 _OTHER_OPTIMIZER = (
-    "is it of another optimizer or precision? (With ema_decay it is another one.) "
+    "is it of another optimizer or precision? (With ema_decay or accumulate_batches it is another one.) "
     "fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
 )
 
@@ -260,14 +260,13 @@ def restored_worker(
         newest = versions[max(versions)]
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
         where = "checkpoint: layer '{}', masters of its parameters"
-        optimizer = jax.jit(f.init_optimizer)(
-            {
-                layer_id: params
-                if (found := masters[layer_id]) is None
-                else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
-                for layer_id, params in newest.items()
-            }
-        )
+        precise = {
+            layer_id: params
+            if (found := masters[layer_id]) is None
+            else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
+            for layer_id, params in newest.items()
+        }
+        optimizer = jax.jit(f.init_optimizer)(jax.device_put(precise, device))  # they may come from several devices
     accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
     placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, _restored_scales(f, layers, versions)), device)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
@@ -297,6 +296,8 @@ def masters_in(plain: Plain) -> Plain | None:
     """
     newest, held = plain.get("params", {}).get("0", {}), plain.get("optimizer")
     masters = held.get("masters") if isinstance(held, dict) else None
+    if masters is not None and not isinstance(masters, dict):
+        masters = {"array": masters}  # the parameters are one array
     # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
     same = isinstance(masters, dict) and jax.tree.map(lambda leaf: leaf.shape, masters) == jax.tree.map(lambda leaf: leaf.shape, newest)
     return masters if same and masters else None

@@ -95,7 +95,7 @@ class Parts:
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        rule = optimizer(config.optimizer, config.train.steps, params)
+        rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:

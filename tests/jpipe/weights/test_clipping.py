@@ -268,7 +268,7 @@ def test_weight_stashing_says_why_it_has_no_norm(fields, why, option):
         lower(Plan.even(STACK.ids, 2, **fields), 2, global_norm=True)
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf"), True])
 def test_a_norm_to_clip_to_is_a_number_above_zero(norm):
     with pytest.raises(InputError, match="clip_global_norm: expected a finite number above 0, found"):
         Pipeline(STACK, Plan.even(STACK.ids, 2, "gpipe", 2), models.masked_squares, optax.sgd(0.1), clip_global_norm=norm)

@@ -124,7 +124,7 @@ def test_the_average_is_kept_in_float32_and_follows_scaled_updates(dtype):
     assert rule.average(state)["w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 1, float("nan")])
+@pytest.mark.parametrize("decay", [-0.1, 1.0, 1, float("nan"), False])
 def test_a_decay_that_is_none_is_refused(decay):
     plan = Plan.even(STACK.ids, **PLANS["flush"])
     with pytest.raises(InputError, match=rf"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {decay!r}"):

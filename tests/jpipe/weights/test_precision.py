@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Precision
+from jpipe.model import LayerwiseOptimizer
 from tests.jpipe import models, running
 
 STACK = models.rich_stack()
@@ -84,6 +85,13 @@ def test_a_step_with_masters_by_hand():
     gradients = _bfloat16(2 * errors * x)
     running.check_equal(pipe.params(state), {"one": {"w": masters - np.float32(0.5) * (gradients[0] + gradients[1]) / np.float32(2)}})
     assert float(metrics.losses[0]) == pytest.approx((errors**2).sum() / 2, rel=1e-6)
+
+
+def test_a_scaled_update_is_that_of_the_masters():
+    rule, params = LayerwiseOptimizer(optax.sgd(1.0), {}, has_masters=True), {"w": jnp.ones(3, jnp.bfloat16)}
+    new, state = rule.update("a", {"w": jnp.full(3, 2.0**-9)}, rule.init("a", params), params, scale=0.5)
+    running.check_equal(state.masters, {"w": np.full(3, 1 - 2.0**-10, np.float32)})
+    running.check_equal(new, {"w": jnp.ones(3, jnp.bfloat16)})
 
 
 def _bfloat16(array):

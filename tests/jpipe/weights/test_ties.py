@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe import InputError, Layer, LayerStack, Link, Pipeline, Plan, Precision, Tie, lower, simulate
 from jpipe.model._ties import Ties
 from jpipe.programs import ProgramError, StageCost, predict_window
 from jpipe.programs._instructions import AddShared, TakeShared
@@ -308,6 +308,10 @@ A, B, C = ("embed", "token/embedding"), ("head", "table/embedding"), ("a", "kern
         ([Tie(A, B), Tie(B, C)], r"'table/embedding' of layer 'head' is the first place of one tie and the second of another; tie all"),
         ([Tie(A, B), Tie(B, A)], r"'token/embedding' of layer 'embed' is the first place of one tie and the second of another"),
         ([Tie(A, B), Tie(C, B)], r"'table/embedding' of layer 'head' is the second place of two ties"),
+        (
+            [Tie(("a", "b shared w"), C), Tie(("a shared b", "w"), A)],
+            r"'w' of layer 'a shared b' and 'b shared w' of layer 'a' would have one name, 'a shared b shared w'; rename a layer",
+        ),
         ([Tie(A, A)], r"'token/embedding' of layer 'embed' is tied to itself"),
         ([(A, B)], r"expected a jpipe.Tie, found tuple; give Tie"),
         ([Tie(("embed", ""), B)], r"a place is \(layer id, path\), two non-empty strings, found"),
@@ -317,7 +321,14 @@ A, B, C = ("embed", "token/embedding"), ("head", "table/embedding"), ("a", "kern
 )
 def test_ties_that_are_none(ties, message):
     with pytest.raises(InputError, match=f"ties: {message}"):  # past the types that tests check at run time
-        Ties.__init__.__wrapped__(object.__new__(Ties), ties, ["embed", "a", "head"])
+        Ties.__init__.__wrapped__(object.__new__(Ties), ties, ["embed", "a", "a shared b", "head"])
+
+
+def test_parameters_that_are_one_array_have_no_path():
+    bare = Layer(lambda key, x: (jnp.zeros(()), {}), lambda params, state, x, key, train: (x + params, state))
+    stack = LayerStack({"one": bare, "two": bare}, ties=[Tie(("one", "array"), ("two", "array"))])
+    with pytest.raises(InputError, match="ties: the parameters of layer 'one' are one array, which has no path; put it into a dict"):
+        stack.specs(jax.ShapeDtypeStruct((), jnp.float64))
 
 
 def test_weight_stashing_cannot_share_between_stages():

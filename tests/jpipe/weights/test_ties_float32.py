@@ -7,6 +7,8 @@ import optax
 import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Plan, Precision, Tie
+from jpipe.runtime import masters_in
+from jpipe.runtime._plain import to_plain
 from tests.jpipe.running import check_equal
 
 WORDS, WIDTH, M = 8, 4, 4
@@ -40,13 +42,20 @@ def loss(y, labels):
     return losses.sum(), losses.size
 
 
+def data(batches):
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(0, WORDS, (2, 2 * M, 5)).astype(np.int32)) for _ in range(batches)]
+
+
+def pipeline(num_stages, schedule, optimizer, devices, **options) -> Pipeline:
+    return Pipeline(STACK, Plan.even(STACK.ids, num_stages, schedule, M), loss, optimizer, devices, **options)
+
+
 def trained(num_stages, schedule, optimizer, batches, **options):
     """(pipeline, its state after a drain)."""
-    rng = np.random.default_rng(0)
-    data = [tuple(rng.integers(0, WORDS, (2, 2 * M, 5)).astype(np.int32)) for _ in range(batches)]
-    pipe = Pipeline(STACK, Plan.even(STACK.ids, num_stages, schedule, M), loss, optimizer, jax.devices()[:1] * num_stages, **options)
-    state = pipe.init(jax.random.key(0), data[0])
-    for batch in data:
+    pipe = pipeline(num_stages, schedule, optimizer, jax.devices()[:1] * num_stages, **options)
+    state = pipe.init(jax.random.key(0), data(1)[0])
+    for batch in data(batches):
         state, _ = pipe.step(state, batch)
     return pipe, pipe.drain(state)
 
@@ -69,6 +78,23 @@ def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, optio
     assert len(others) == 2
     for copy in others:
         check_equal(copy, first)
+
+
+def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined():
+    """With new optimizer state, which begins with the masters, also of parameters that are one array, as shared ones are."""
+    options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}
+    pipe, one = (pipeline(d, "pipedream_2bw", optax.adam(0.05), jax.devices()[:d], **options) for d in (4, 1))
+    state, cut = pipe.init(jax.random.key(0), data(1)[0]), pipe.snapshot(2)
+    for batch in data(3):
+        state, _ = pipe.step(state, batch, observe=cut)
+    layers = cut.layers()
+    state = one.restore(jax.random.key(0), data(1)[0], layers, 2, fresh_optimizer=True)
+    for entry, held in state.workers[0].optimizer.items():
+        check_equal(to_plain(held.masters), masters_in(layers[entry]) or {})
+    check_equal(one.params(state, weights="ema"), one.params(state))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(one.params(state, weights="ema"))} == {"float32"}
+    losses = [float(one.evaluate(state, data(1)[0], weights=weights).loss) for weights in ("ema", "newest")]
+    assert losses[0] == losses[1]
 
 
 def test_gradients_of_places_in_one_stage_are_summed_in_float32():

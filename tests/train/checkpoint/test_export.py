@@ -77,6 +77,17 @@ def check_equal(found, expected):
         np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
 
 
+@pytest.mark.parametrize("as_it_is", [lambda leaf: {"w": leaf}, lambda leaf: leaf], ids=["dict", "one array"])
+def test_averages_and_masters_are_exported_in_float32(as_it_is):
+    """Of layers whose parameters are a dict or one array; the average is that of the masters."""
+    weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
+    state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
+    layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
+    for expected, found in ((masters, layers), (average, export._with_ema(layers, 3))):
+        (array,) = export.by_name(found).values()
+        np.testing.assert_array_equal(array, expected, strict=True)
+
+
 def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     check_equal(load_file(home.file), newest(home.run, STEPS))
     assert {"embed/token/embedding", "block_0/qkv/kernel", "head/logits/kernel"} <= load_file(home.file).keys()

@@ -1,6 +1,7 @@
 """A run whose model shares a parameter between stages: stopped and resumed, exported, and what begins with it."""
 
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -48,6 +49,14 @@ def config(tiny, monkeypatch) -> dict:
     }
 
 
+@pytest.mark.parametrize("pattern", ["head/table/embedding", "!head/table/*"])
+def test_a_pattern_of_a_second_place_is_refused(config, pattern):
+    """It would match, and choose nothing: the parameter has the name of its first place."""
+    with pytest.raises(jpipe.InputError, match=f"optimizer.decay: no parameter matches '{re.escape(pattern)}'; the nearest are "):
+        build(changed(config, optimizer={"name": "adamw", "decay": ["embed/*", pattern]}), Reporter(1, 1, "bytes"))
+
+
+@pytest.mark.slow
 def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch):
     loop.main(changed(config))
     run_in_two(config | {"run": {"dir": str(tmp_path / "parts")}}, monkeypatch, 3)
