@@ -6,8 +6,9 @@ import optax
 import pytest
 
 from docs import optimizers
-from jpipe import InputError
+from jpipe import InputError, Tie
 from jpipe.model._optimizer import find_layerwise
+from jpipe.model._ties import Ties
 from train.config import optax_names
 
 RATE = 1e-2
@@ -196,3 +197,16 @@ def test_a_mask_lacks_a_layer_without_parameters():
     mask = {layer_id: True for layer_id in SPECS if layer_id != "act"}
     with pytest.raises(InputError, match="does not fit the model: it lacks 'act'; name all layers"):
         find_layerwise(optax.adamw(RATE, mask=mask), SPECS)
+
+
+def test_a_shared_parameter_is_probed_apart_from_its_layers():
+    """An optimizer that scales each layer by its norm gives other numbers where a parameter of the layer is updated by itself."""
+
+    def scaled(updates, state, params=None):
+        norms = {layer_id: sum(abs(leaf).sum() for leaf in jax.tree.leaves(tree)) for layer_id, tree in updates.items()}
+        return {layer_id: jax.tree.map(lambda g, n=1 + norms[layer_id]: g / n, tree) for layer_id, tree in updates.items()}, state
+
+    by_layer, specs = optax.GradientTransformation(lambda params: (), scaled), {"a": {"w": spec(3), "b": spec(2)}, "c": {"w": spec(3)}}
+    find_layerwise(by_layer, specs)
+    with pytest.raises(InputError, match="optimizer: it cannot be applied layer by layer"):
+        find_layerwise(by_layer, specs, ties=Ties([Tie(("a", "w"), ("c", "w"))], ["a", "c"]))
