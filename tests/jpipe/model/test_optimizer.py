@@ -91,7 +91,7 @@ WAYS_OUT = {
 }
 
 
-OFTEN = {"`adamw`", "`lion`", "`lamb`", "`inject_hyperparams`", "an `add_noise` for each layer"}
+OFTEN = {"`adamw`", "`lion`", "`inject_hyperparams`"}
 OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
 
 

@@ -162,7 +162,7 @@ def test_once_a_pipeline_is_full_every_step_is_the_last_one_a_batch_later(replic
     assert {shifted(i, plan, 1) for i in step(0)} != set(step(1))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), global_norm=st.booleans(), seed=st.integers(0, 9))
 def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, global_norm, seed):
     plan = Plan.even(**fields)

@@ -110,7 +110,7 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
 @pytest.mark.parametrize(
     ("fields", "replicas"),
     [
-        ({"schedule": "pipedream_2bw"}, 1),
+        pytest.param({"schedule": "pipedream_2bw"}, 1, marks=pytest.mark.slow),
         pytest.param({"schedule": "gpipe"}, 1, marks=pytest.mark.slow),
         pytest.param({"schedule": "pipedream", "vertical_sync": True}, 1, marks=pytest.mark.slow),
         pytest.param({"schedule": "gpipe"}, 2, marks=pytest.mark.slow),
@@ -132,6 +132,7 @@ def test_measured_peak_of_skipping_batches_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
+@pytest.mark.slow
 def test_measured_peak_of_clipping_with_masters_is_predicted():
     """The last stage's second accumulators, in float32, are larger than its older version, in bfloat16, and make its peak."""
     plan, options = Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), {"precision": MASTERS}

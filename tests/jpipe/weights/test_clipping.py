@@ -55,7 +55,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
     check_close(train(pipe, batches), train_as_one_function(pipe, batches))
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("drain_after", [set(), {2, 5}], ids=["", "drained"])
 @pytest.mark.parametrize(
     ("sizes", "fields"),
@@ -218,7 +218,7 @@ def plans_with_replicas(draw) -> dict:
     return fields | {"microbatches": math.lcm(*replicas) * draw(st.integers(least, least + 3))}
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=5)
 @given(fields=plans_with_replicas(), seed=st.integers(0, 9))
 def test_replicas_begin_as_without_the_norm_whatever_computations_cost(fields, seed):
     """In steady state, where sums and messages take no time."""

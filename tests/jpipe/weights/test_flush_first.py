@@ -29,7 +29,7 @@ def plans(draw) -> dict:
     return fields | {"flush_first": draw(st.integers(0, 3))}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(fields=plans(), start=st.integers(0, 4), batches=st.integers(1, 5), norm=st.booleans())
 def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, start, batches, norm):
     plan, end = Plan.even(**fields), start + batches
@@ -48,7 +48,7 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
     assert all(simulate(program) for program in steps.verified_runs)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(fields=plans(), batches=st.integers(1, 5), norm=st.booleans())
 def test_the_hand_over_is_the_beginning_of_a_run(fields, batches, norm):
     """Instruction by instruction: after the warm-up follows the program of a run without one, so many batches later."""

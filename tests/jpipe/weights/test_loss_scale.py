@@ -24,7 +24,7 @@ def test_the_rule_by_hand():
     assert float(DynamicLossScale(2.0**100, 1).after(DynamicLossScale(2.0**100, 1).first(), True).value) == 2.0**100
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields"),
     [
@@ -70,6 +70,7 @@ def test_float16_overflows_at_first_and_trains_then():
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(pipe.params(state)), strict=True))
 
 
+@pytest.mark.slow
 def test_the_scale_changes_no_other_bit():
     """In bfloat16, where nothing overflows, a run whose scale grows all the time equals one without a scale that may skip batches."""
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(6, 2)
@@ -79,6 +80,7 @@ def test_the_scale_changes_no_other_bit():
     running.check_equal(scaled._asdict(), plain._asdict())
 
 
+@pytest.mark.slow
 def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(8, 2)
 

@@ -121,7 +121,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
     ("replicas", "fields"), CASES, ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value))
@@ -165,6 +165,7 @@ def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
         check_close(pipe.params(pipe.drain(again)), expected)
 
 
+@pytest.mark.slow
 def test_averages_and_evaluation_are_those_of_one_stage():
     """The moving average, and the loss of the newest weights and of the average."""
     data, found = batches(), []
@@ -183,6 +184,7 @@ def test_averages_and_evaluation_are_those_of_one_stage():
     check_close(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_masters_of_a_shared_parameter(replicas):
     """One version in bfloat16 and one master in each stage; a run that is restored is the same, bit for bit."""
@@ -246,7 +248,7 @@ def programs(draw) -> dict:
     return {"fields": fields, "shared": tuple(dict.fromkeys(tuple(sorted(stages)) for stages in groups))}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(chosen=programs(), batches=st.integers(1, 4), norm=st.booleans(), latency=st.sampled_from([0.0, 0.4]))
 def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batches, norm, latency):
     plan, shared = Plan.even(**chosen["fields"]), chosen["shared"]

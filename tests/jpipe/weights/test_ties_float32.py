@@ -80,6 +80,7 @@ def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, optio
         check_equal(copy, first)
 
 
+@pytest.mark.slow
 def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined():
     """With new optimizer state, which begins with the masters, also of parameters that are one array, as shared ones are."""
     options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}
@@ -97,6 +98,7 @@ def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined()
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_gradients_of_places_in_one_stage_are_summed_in_float32():
     """In bfloat16 their sum would have an error of up to 1/256 of it, which places in several stages do not have."""
     masters = Precision(params="bfloat16")

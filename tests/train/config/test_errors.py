@@ -150,7 +150,7 @@ def test_a_file_that_is_no_config(refused, file, message):
         ),
         (
             "precision.accumulate=float64",
-            r"precision: accumulate: float64 needs jax.config.update\('jax_enable_x64', True\); enable it, or",
+            r"precision: accumulate: float64 needs jax.config.update\('jax_enable_x64', True\) or JAX_ENABLE_X64=1; enable it, or",
         ),
         ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
