@@ -246,6 +246,7 @@ def small_model():
     )
 
 
+@pytest.mark.slow
 def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
     rows = recipes.measure(small_model, stages=2, rounds=1, steps=1, schedules=("2BW",), depths=(2, 3))
     found = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}

@@ -55,7 +55,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
     check_close(train(pipe, batches), train_as_one_function(pipe, batches))
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("drain_after", [set(), {2, 5}], ids=["", "drained"])
 @pytest.mark.parametrize(
     ("sizes", "fields"),

@@ -140,6 +140,7 @@ def test_gradients_accumulate_in_float64_if_asked():
 # The loss scale --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_power_of_two_as_the_loss_scale_changes_no_bit():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 4), models.masked_batches(3, 4)
     plain, scaled = (running.train(pipeline(plan, Precision(compute="bfloat16", loss_scale=s)), batches) for s in (None, 1024))
