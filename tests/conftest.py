@@ -56,6 +56,14 @@ def made_once(compiled_once):
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_too_many_programs(made_once):
+    """Programs that are shared are let go where there are too many."""
+    from tests import sharing
+
+    sharing.forget_if_full()
+
+
 @pytest.fixture
 def nothing_shared(made_once, monkeypatch):
     """For tests of what is traced, compiled or read from the cache, and when."""

@@ -5,6 +5,8 @@ What a test makes for itself is new, and so is what comes of it.
 """
 
 import functools
+import gc
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from jpipe import pipeline
 from jpipe.stages import _builder, _compile
 from jpipe.stages import _functions as _stage
+from tests.jpipe import running
 from train.assemble import build, model
 
 SETTINGS = (
@@ -25,12 +28,15 @@ SETTINGS = (
     "jax_compilation_cache_dir",
 )
 enabled = True
+KNOWN: list[dict[Any, Any]] = []  # what is kept, of each function
+MAPPINGS = 35_000
 MOST = 500  # keys of each kind that are kept: a compiled stage takes some megabytes
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
     """The function, called once for equal keys; a key has a part that can be hashed and one that is compared, or is None: always called."""
     known: dict[Any, list[tuple[Any, Any]]] = {}
+    KNOWN.append(known)
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:
@@ -47,6 +53,20 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
         return result
 
     return called
+
+
+def forget_if_full() -> None:
+    """Let go of all compiled programs where there are many: each takes memory mappings, of which Linux gives a process 65,530.
+
+    A process that runs out of them crashes.
+    """
+    mappings = pathlib.Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
+        for known in KNOWN:
+            known.clear()
+        running.JITTED.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def shared(patch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, 
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
         patch.setattr(train.plan.simulate, "MOST_FORWARDS", 200)
-        patch.setattr(jpipe, "lower", lambda plan, batches: (plans.append(plan), real(plan, batches))[1])
+        patch.setattr(jpipe, "lower", lambda plan, batches, **options: (plans.append(plan), real(plan, batches, **options))[1])
         (tmp_path / "plan.json").write_bytes(content)
         taken = answered("simulate", "plan.json")
     assert bool(plans) == taken
