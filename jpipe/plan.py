@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jpipe._html import html_table
 from jpipe.errors import InputError, explain, nearest, short, shortened
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 __all__ = ["RECOMPUTE", "Predicted", "read_json"]  # the others are in jpipe itself
 
@@ -67,7 +67,7 @@ class Predicted(pydantic.BaseModel):
     Attributes:
         batch_seconds: of one batch.
         bubble: share of the workers' time in which they do not compute.
-        peak_bytes: for each stage the most bytes that a worker holds, scratch memory of its programs included.
+        peak_bytes: for each rank, without replicas, the most bytes that a device holds, scratch memory of its programs included.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -77,8 +77,8 @@ class Predicted(pydantic.BaseModel):
     peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
 
 
-Devices = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
-"""For each stage the number of the device of each of its replicas."""
+Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
+"""Lists of numbers: for each rank its stages, or for each rank the devices of its replicas."""
 
 
 class Plan(pydantic.BaseModel):
@@ -100,13 +100,19 @@ class Plan(pydantic.BaseModel):
             as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
         flush_first: for schedules that do not flush: flush after each of the first so many batches, so that these read the newest
             weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
+        split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the first.
+            For `pipedream_flush`, `pipedream` and `pipedream_2bw`; the zero-bubble schedules always split.
         scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
         sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
             that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
             that belongs to rows, such as a carried recurrent state.
         keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
-        placement: for each stage the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
+        ranks: for each rank the stages that it runs by turns on its device, in order; None: one stage for each rank, or what the schedule
+            needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
+        order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
+            microbatch 0, and so on. See `jpipe.schedules.auto_zero_bubble`.
+        placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; None: in order, as `keep_together` says.
         predicted: what a planner expects of the plan; None: it was not asked.
 
@@ -125,10 +131,13 @@ class Plan(pydantic.BaseModel):
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
     flush_first: Annotated[Int, Field(ge=0, le=10**9)] = 0
+    split_backward: Literal["joint", "early"] = "joint"
     scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
-    placement: Devices | None = None
+    ranks: Numbers | None = None
+    order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    placement: Numbers | None = None
     predicted: Predicted | None = None
 
     def __init__(self, /, **fields: Any) -> None:
@@ -142,10 +151,11 @@ class Plan(pydantic.BaseModel):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
         _check_layers(self.stages)
-        _check_per_stage(self)
+        _check_ranks(self)
+        _check_per_rank(self)
         _check_options(self)
         _check_microbatches(self)
-        if reason := SCHEDULES[self.schedule].refusal(self):
+        if reason := SCHEDULES[self.schedule].refuses(self):
             raise ValueError(reason)
         return self
 
@@ -175,11 +185,33 @@ class Plan(pydantic.BaseModel):
         numbers = iter(range(sum(self.replicas)))
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
 
+    @cached_property
+    def rank_stages(self) -> Ranks:
+        """For each rank, counted without replicas, the stages that it runs, in order."""
+        if self.ranks is not None:
+            return self.ranks
+        layout = SCHEDULES[self.schedule].layout
+        return arranged(layout, self.depth, 2 if layout == "v" and self.depth % 2 == 0 else 1)
+
+    @cached_property
+    def rank_workers(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the workers that take turns on its device. With replicas each replica is a rank: those of the first stages first."""
+        return tuple(
+            tuple(self.stage_workers[s][replica] for s in stages) for stages in self.rank_stages for replica in range(self.replicas[stages[0]])
+        )
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each worker, as `rank_workers` counts them."""
+        found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
+        return tuple(found[w] for w in range(len(found)))
+
     @property
     def placing_order(self) -> tuple[int, ...]:
-        """The workers in the order in which they take devices where `placement` names none, as `keep_together` says."""
-        key = (lambda w: w) if self.keep_together == "replicas" else (lambda w: self.workers[w][::-1])
-        return tuple(sorted(range(len(self.workers)), key=key))
+        """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
+        if self.keep_together == "replicas":
+            return tuple(range(len(self.rank_workers)))
+        return tuple(sorted(range(len(self.rank_workers)), key=lambda rank: self.workers[self.rank_workers[rank][0]][1]))
 
     def worker(self, s: int, k: int) -> int:
         """The worker of stage s that runs microbatch k."""
@@ -202,6 +234,7 @@ class Plan(pydantic.BaseModel):
         microbatches: SupportsIndex,
         *,
         replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
+        chunks_per_rank: SupportsIndex | None = None,
         recompute: str | Sequence[str] = "none",
         **fields: Any,
     ) -> "Plan":
@@ -213,6 +246,8 @@ class Plan(pydantic.BaseModel):
             schedule: a name of `jpipe.schedules.SCHEDULES`.
             microbatches: microbatches per update, over all replicas.
             replicas: of every stage, or one number for each.
+            chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
+                stages are a multiple of it.
             recompute: a policy for all stages, or one for each.
             fields: the other fields of `Plan`.
 
@@ -240,6 +275,8 @@ class Plan(pydantic.BaseModel):
             {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy}
             for a, b, count, policy in zip(starts, starts[1:], counts, policies, strict=False)  # the last start is an end only
         ]
+        if chunks_per_rank is not None and "ranks" not in fields:
+            fields["ranks"] = _even_ranks(schedule, num_stages, chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
 
     def __repr__(self) -> str:
@@ -250,7 +287,7 @@ class Plan(pydantic.BaseModel):
 
     def _options(self) -> str:
         special = (name for name, field in Plan.model_fields.items() if not field.is_required() and getattr(self, name) != field.default)
-        return "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted"))
+        return "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted", "order"))
 
     def _repr_html_(self) -> str:
         devices = None if self.placement is None else [str(number) for numbers in self.placement for number in numbers]
@@ -311,15 +348,31 @@ def _check_layers(stages: Sequence[Stage]) -> None:
             owner[layer_id] = s
 
 
-def _check_per_stage(plan: Plan) -> None:
-    """Refuse a placement or a prediction of other stages."""
+def _check_ranks(plan: Plan) -> None:
+    """Refuse ranks that do not run each stage once, or whose stages have different replicas."""
+    if plan.ranks is None:
+        return
+    found, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
+    if found != list(range(plan.depth)) or not all(plan.ranks):
+        raise ValueError(f"ranks: expected each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more, found {shown}")
+    for p, stages in enumerate(plan.ranks):
+        if list(stages) != sorted(stages):
+            raise ValueError(f"ranks.{p}: expected the stages of a rank in order, found {list(stages)}")
+        if len({plan.stages[s].replicas for s in stages}) > 1:
+            counts = [plan.stages[s].replicas for s in stages]
+            raise ValueError(f"ranks.{p}: expected as many replicas of each of its stages {list(stages)}, found {counts}")
+
+
+def _check_per_rank(plan: Plan) -> None:
+    """Refuse a placement or a prediction of other ranks."""
+    of = "stages" if plan.depth == len(plan.rank_stages) else "ranks"
     if plan.placement is not None:
-        found, expected = [len(devices) for devices in plan.placement], [stage.replicas for stage in plan.stages]
+        found, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.rank_stages]
         if found != expected:
-            raise ValueError(f"placement names {found} devices for the stages, expected {expected} (one for each replica)")
-    if plan.predicted is not None and len(plan.predicted.peak_bytes) != plan.depth:
-        peaks = len(plan.predicted.peak_bytes)
-        raise ValueError(f"predicted.peak_bytes: expected one number for each of {plan.depth} stages, found {peaks}; plan again")
+            raise ValueError(f"placement names {found} devices for the {of}, expected {expected} (one for each replica)")
+    if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.rank_stages):
+        peaks, ranks = len(plan.predicted.peak_bytes), len(plan.rank_stages)
+        raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
 
 
 def _check_options(plan: Plan) -> None:
@@ -376,6 +429,19 @@ def _layer_ids(layers: Any) -> Sequence[str]:
         hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
         raise InputError(f"plan: expected the layer ids in order, found {type(layers).__name__}; give {hint}")
     return list(layers)
+
+
+def _even_ranks(schedule: str, num_stages: int, chunks: Any) -> Ranks | None:
+    """The ranks of `chunks` stages each, as the schedule lays them out."""
+    if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
+        raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
+    if num_stages % chunks:
+        raise InputError(
+            f"plan: expected stages that are a multiple of chunks_per_rank {chunks}, found {num_stages}; "
+            f"use {-(-num_stages // chunks) * chunks} stages, or other chunks"
+        )
+    layout = SCHEDULES[schedule].layout if schedule in SCHEDULES else "straight"
+    return None if chunks == 1 and layout != "v" else arranged(layout if chunks == 2 else "looped", num_stages, int(chunks))
 
 
 def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:

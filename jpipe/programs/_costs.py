@@ -15,12 +15,15 @@ class StageCost:
     Attributes:
         forward: time of a forward.
         backward: time of a backward; where it recomputes, that forward included.
+        backward_input: time of the half of a backward that makes the input gradient; where it recomputes, that forward included.
+        backward_weight: time of the other half, which makes the gradients of the weights.
         update: time of one update.
         inputs: the stage input.
         labels: what the last stage gets besides; 0 at the others.
         outputs: what the forward sends on.
         residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
         kept_outputs: the part of `outputs` that is among the residuals.
+        stash: what stays from one half of a backward to the other.
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
@@ -33,12 +36,15 @@ class StageCost:
 
     forward: float = 1.0
     backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
     update: float = 0.0
     inputs: int = 0
     labels: int = 0
     outputs: int = 0
     residuals: int = 0
     kept_outputs: int = 0
+    stash: int = 0
     message: int = 0
     gradient: int = 0
     weights: int = 0

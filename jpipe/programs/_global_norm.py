@@ -6,10 +6,11 @@ update of the batch just before the first forward whose activation brings the no
 arrives together with one that the worker needs anyway.
 
     q = (t + 1) m - 1 + j       the sums of squares of batch t travel with the input gradients of microbatch q
-    K = min(q + n_0 r_0, V)     the norm of batch t arrives with the activations of the microbatches K .. K + r_s - 1 at stage s
+    K = min(A(q), V)            the norm of batch t arrives with the activations of the microbatches K .. K + r_s - 1 at stage s
 
-n_0 is the number in flight at stage 0, r_s the replicas of stage s, and V the first microbatch that reads the updated weights. If a
-stage has replicas, j is as large as K <= V allows, so that the sum over the replicas overlaps with computations; otherwise j = 0.
+A(q) is the first microbatch whose forward stage 0 begins after the backward of q, on the same replica: q + n_0 r_0 where each rank has one
+stage, n_0 microbatches in flight at stage 0. r_s are the replicas of stage s, and V is the first microbatch that reads the updated weights.
+If a stage has replicas, j is as large as K <= V allows, so that the sum over the replicas overlaps with computations; otherwise j = 0.
 """
 
 from dataclasses import dataclass
@@ -26,12 +27,12 @@ class Route:
     Attributes:
         plan: what runs.
         delay: j, by how many microbatches the sums of squares follow the last microbatch of their batch.
-        first: K of the first batch that is not flushed; that of the t-th after it is t m later.
+        arrivals: K of the first batches that are not flushed, as many as the order of the schedule takes to repeat.
     """
 
     plan: Plan
     delay: int
-    first: int
+    arrivals: tuple[int, ...]
 
     def squares_with(self, k: int) -> int | None:
         """The batch whose sums of squares travel with the input gradient of microbatch k, if any."""
@@ -46,8 +47,12 @@ class Route:
 
     def norm_with(self, s: int, k: int) -> int | None:
         """The batch whose norm arrives at stage s with the activation of microbatch k, if any."""
-        batch, rest = divmod(k - self.first, self.plan.microbatches)
-        return batch + self.plan.flush_first if batch >= 0 and rest < self.plan.replicas[s] else None
+        period, m = len(self.arrivals), self.plan.microbatches
+        for n, arrival in enumerate(self.arrivals):
+            periods, rest = divmod(k - arrival, period * m)
+            if periods >= 0 and rest < self.plan.replicas[s]:
+                return periods * period + n + self.plan.flush_first
+        return None
 
     def root(self, batch: int) -> int:
         """The worker of stage 0 that computes the norm of a batch."""
@@ -56,13 +61,37 @@ class Route:
 
 def route_of(plan: Plan) -> Route:
     """The route of a plan whose schedule does not flush and can use the norm."""
-    schedule, last, replicas = SCHEDULES[plan.schedule], last_microbatch(plan, plan.flush_first), plan.replicas[0]
-    needed = last + 1
-    while schedule.version(plan, 0, needed) == plan.flush_first:
-        needed += 1
-    arrives = last + schedule.in_flight(plan, 0) * replicas
-    delay = max(needed - arrives, 0) if max(plan.replicas) > 1 else 0
-    return Route(plan, delay, min(arrives + delay, needed))
+    period = SCHEDULES[plan.schedule].period(plan)
+    batches = range(plan.flush_first, plan.flush_first + period)
+    needed = [_first_reader(plan, batch) for batch in batches]
+
+    def arrivals(delay: int) -> list[int]:
+        return [_first_after(plan, last_microbatch(plan, batch) + delay) for batch in batches]
+
+    def in_time(delay: int) -> bool:
+        return all(arrival <= reader for arrival, reader in zip(arrivals(delay), needed, strict=True))
+
+    delay = 0
+    while max(plan.replicas) > 1 and in_time(delay + 1):
+        delay += 1
+    return Route(plan, delay, tuple(map(min, arrivals(delay), needed)))
+
+
+def _first_reader(plan: Plan, batch: int) -> int:
+    """V: the first microbatch that reads the weights that a batch has updated."""
+    k = last_microbatch(plan, batch) + 1
+    while SCHEDULES[plan.schedule].version(plan, 0, k) <= batch:
+        k += 1
+    return k
+
+
+def _first_after(plan: Plan, q: int) -> int:
+    """A(q): the first microbatch whose forward the replica of stage 0 begins after the backward of q."""
+    begun, replicas = plan.flush_first * plan.microbatches, plan.replicas[0]
+    k = q + replicas
+    while SCHEDULES[plan.schedule].done(plan, 0, k - begun) <= (q - begun) // replicas:
+        k += replicas
+    return k
 
 
 def last_microbatch(plan: Plan, batch: int) -> int:

@@ -1,10 +1,14 @@
-"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` verifies and the runtime interprets."""
+"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
+
+Each instruction names its worker, one replica of one stage, and so its stage and its rank (`Plan.workers`, `Plan.rank_of`).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from jpipe.plan import Plan
+from jpipe.schedules import Op
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared"]
@@ -40,6 +44,33 @@ class Backward:
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
     """Forward and backward of one microbatch in one program, where the backward follows at once (the last stage)."""
+
+    worker: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The first half of a backward: turn residuals and output gradient into the input gradient; leaves the stash for the second half."""
+
+    worker: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The second half of a backward: add to the gradients of the batch, from the stash."""
+
+    worker: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardInput:
+    """Forward and first half of the backward of one microbatch in one program, where the backward follows at once (the last stage)."""
 
     worker: int
     microbatch: int
@@ -136,11 +167,26 @@ class Evaluate:
     version: int
 
 
+Computation = Forward | Backward | ForwardBackward | BackwardInput | BackwardWeight | ForwardBackwardInput
+
+COMPUTATIONS: dict[Op, type[Computation]] = {
+    "F": Forward,
+    "B": Backward,
+    "FB": ForwardBackward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+    "FI": ForwardBackwardInput,
+}
+"""The instruction of each op of an order."""
+
 Instruction = (
     Load
     | Forward
     | Backward
     | ForwardBackward
+    | BackwardInput
+    | BackwardWeight
+    | ForwardBackwardInput
     | Send
     | Receive
     | AllReduce
@@ -165,7 +211,7 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of all workers in one total order that extends data order and each worker's program order.
+    """The instructions of all workers in one total order that extends data order and the order of each rank.
 
     Attributes:
         plan: what was lowered.
@@ -178,8 +224,8 @@ class Program:
         sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
-        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; one worker's
-            program is what is left when the others' are taken out.
+        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
+            is what is left when those of the workers of other ranks are taken out.
     """
 
     plan: Plan

@@ -10,12 +10,10 @@ from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
 from jpipe.programs._instructions import (
+    COMPUTATIONS,
     AddShared,
     AllReduce,
-    Backward,
     Evaluate,
-    Forward,
-    ForwardBackward,
     Instruction,
     Load,
     Program,
@@ -39,8 +37,8 @@ def lower(
 ) -> Program:
     """Write the programs of all workers for the batches `begin` .. `batches` - 1.
 
-    Computations stand in the order of their simulated start (a forward takes 1, a backward 2, one more where it
-    recomputes), transfers and sums where their producers end. All processes derive the same order from the same plan.
+    Computations stand in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
+    they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
 
     Args:
         plan: what to run.
@@ -114,8 +112,9 @@ class _Run:
     def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
         self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
         self.schedule = SCHEDULES[plan.schedule]
-        self.backward_ticks = [2 if stage.recompute == "none" else 3 for stage in plan.stages]
-        self.workers = [_Worker(plan, w, start) for w in range(len(plan.workers))]
+        self.again = [int(stage.recompute != "none") for stage in plan.stages]  # ticks of a forward that is computed again
+        self.ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
+        self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
@@ -140,54 +139,65 @@ class _Run:
         )
 
     def _empty_to_empty(self, first: int, end: int, drain: bool) -> None:
-        orders = [self._order(worker, first, end, drain) for worker in self.workers]
+        orders = [self._order(rank, first, end, drain) for rank in range(len(self.ranks))]
         position = [0 for _ in orders]
         ready = self.available.woken
         ready.extend(range(len(orders)))
         while ready:
-            w = ready.popleft()
-            worker, order = self.workers[w], orders[w]
-            while self._settle(worker) and position[w] < len(order) and self._compute(worker, order[position[w]]):
-                position[w] += 1
-        stuck = [w for w, order in enumerate(orders) if position[w] < len(order)]
+            rank = ready.popleft()
+            workers, order = [self.workers[w] for w in self.plan.rank_workers[rank]], orders[rank]
+            while all(map(self._settle, workers)) and position[rank] < len(order) and self._compute(order[position[rank]], workers):
+                position[rank] += 1
+        stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
         if stuck:
-            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: workers {stuck} wait for each other")
+            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: ranks {stuck} wait for each other")
         if drain:
             self._drain(end)
 
-    def _order(self, worker: "_Worker", start: int, batches: int, drain: bool) -> list[Compute]:
+    def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
         """The schedule's order up to the first forward that needs batch `batches`."""
-        end = batches * self.plan.microbatches
-        order = self.schedule.computations(self.plan, worker.stage, worker.replica, start, batches if drain else batches + 1)
-        return list(takewhile(lambda entry: entry.op == "B" or entry.microbatch < end, order))
+        plan, end = self.plan, batches * self.plan.microbatches
+        s, replica = plan.workers[plan.rank_workers[rank][0]]
+        p = next(p for p, stages in enumerate(plan.rank_stages) if stages[0] == s)
+        stop = batches if drain else batches + self.schedule.period(plan)
+        order = self.schedule.computations(plan, p, replica, start, stop)
+        return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
-    def _compute(self, worker: "_Worker", entry: Compute) -> bool:
-        """List a computation and what follows from it, unless something that it needs is not available yet."""
-        plan, w, (op, s, k) = self.plan, worker.number, entry
+    def _compute(self, entry: Compute, workers: Sequence["_Worker"]) -> bool:
+        """List a computation of one of a rank's workers and what follows from it, unless something that it needs is not available yet."""
+        plan, (op, s, k) = self.plan, entry
+        worker = next(worker for worker in workers if worker.stage == s)
         version = self.schedule.version(plan, s, k)
         ready = self._inputs_ready(worker, entry, version)
         if ready is None:
             return False
         begins = max(worker.clock, ready)
-        if op == "B":
-            worker.clock = begins + self.backward_ticks[s]
-            self.listing.write(begins, Backward(w, k, version))
+        if entry.is_forward:
+            self._update_before(worker, k, version, begins)
+            self.listing.write(begins, *_loads(plan, s, k))
+        self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
+        worker.clock = begins + _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
+        if op == "F":
+            self._after_forward(worker, k)
+        if entry.gives_gradient:
+            self._after_gradient(worker, k)
+        if entry.finishes:
             self._after_backward(worker, k, version)
-            return True
-        self._update_before(worker, k, version, begins)
-        if op == "FB":
-            worker.clock = begins + 1 + self.backward_ticks[s]
-            self.listing.write(begins, *_loads(plan, s, k), ForwardBackward(w, k, version))
-            self._after_backward(worker, k, version)
-            return True
-        worker.clock = begins + 1
-        self.listing.write(begins, *_loads(plan, s, k), Forward(w, k, version))
+        return True
+
+    def _after_forward(self, worker: "_Worker", k: int) -> None:
+        plan, w, s = self.plan, worker.number, worker.stage
         if s < plan.depth - 1:
             self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
             if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
                 self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
         self.available.announce("output", s, k, worker.clock)
-        return True
+
+    def _after_gradient(self, worker: "_Worker", k: int) -> None:
+        s = worker.stage
+        if s > 0:
+            self.listing.write(worker.clock, *transfer(worker.number, self.plan.worker(s - 1, k), k, "gradient"))
+        self.available.announce("gradient", s, k, worker.clock)
 
     def _due_with(self, s: int, k: int) -> int | None:
         """The batch whose update is due at stage s before the forward of microbatch k, if any; the norm arrives with its activation."""
@@ -210,7 +220,9 @@ class _Run:
     def _inputs_ready(self, worker: "_Worker", entry: Compute, version: int) -> int | None:
         """When the message that a computation needs, and the sums from which its weights are made, are available."""
         plan, (op, s, k), of = self.plan, entry, self.available
-        if op == "B":
+        if op == "W":
+            return 0
+        if op in ("B", "I"):
             return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
         wanted = [("output", s - 1, k)] if s > 0 else []
         if self.route is not None and self.waits[s]:
@@ -283,9 +295,6 @@ class _Run:
     def _after_backward(self, worker: "_Worker", k: int, version: int) -> None:
         plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
         worker.backwards += 1
-        if s > 0:
-            self.listing.write(ends, *transfer(w, plan.worker(s - 1, k), k, "gradient"))
-        self.available.announce("gradient", s, k, ends)
         replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
@@ -343,6 +352,13 @@ class _Pending(NamedTuple):
     retires: int | None
 
 
+class _Rank:
+    """The clock of a rank: when its last computation ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.clock = number, 0
+
+
 class _Worker:
     """The progress of a worker.
 
@@ -350,7 +366,7 @@ class _Worker:
         number: of the worker.
         stage: that it runs.
         replica: of that stage.
-        clock: when its last computation ends.
+        rank: on which it is.
         backwards: their number since the first batch of the run.
         updates: likewise.
         pending: its updates that wait for a sum or a norm, in order.
@@ -358,15 +374,23 @@ class _Worker:
         squares_due: the batches whose squares it is to sum next.
     """
 
-    def __init__(self, plan: Plan, number: int, start: int) -> None:
-        self.number = number
+    def __init__(self, plan: Plan, number: int, start: int, rank: _Rank) -> None:
+        self.number, self.rank = number, rank
         self.stage, self.replica = plan.workers[number]
-        self.clock = 0
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
         self.pending: list[_Pending] = []
         self.shared_due: list[int] = []
         self.squares_due: list[int] = []
+
+    @property
+    def clock(self) -> int:
+        """When the last computation of its rank ends."""
+        return self.rank.clock
+
+    @clock.setter
+    def clock(self, time: int) -> None:
+        self.rank.clock = time
 
 
 class _PendingUpdates:
@@ -435,10 +459,10 @@ class _PendingUpdates:
 
 
 class _Availability:
-    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which workers wait for them.
+    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which ranks wait for them.
 
     Attributes:
-        woken: the workers that can go on.
+        woken: the ranks that can go on.
     """
 
     def __init__(self) -> None:
@@ -447,7 +471,7 @@ class _Availability:
         self._waiting: dict[tuple[str, int, int], list[int]] = {}
 
     def announce(self, what: str, s: int, number: int, time: int) -> None:
-        """Note since when something is available, and wake the workers that wait for it."""
+        """Note since when something is available, and wake the ranks that wait for it."""
         self._times[what, s, number] = time
         self.woken.extend(self._waiting.pop((what, s, number), ()))
 
@@ -456,10 +480,10 @@ class _Availability:
         return (what, s, number) in self._times
 
     def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
-        """Since when something is available. None if it is not yet; then the worker is woken when it is."""
+        """Since when something is available. None if it is not yet; then the worker's rank is woken when it is."""
         time = self._times.get((what, s, number))
         if time is None:
-            self._waiting.setdefault((what, s, number), []).append(worker.number)
+            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
         return time
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: _Worker) -> int | None:
@@ -492,7 +516,8 @@ class _Listing:
         return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
 
 
-_COMPUTES = {Load, Forward, Backward, ForwardBackward}
+_COMPUTES = {Load, *COMPUTATIONS.values()}
+_TICKS = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
 def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:

@@ -10,8 +10,12 @@ from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
     Forward,
     ForwardBackward,
+    ForwardBackwardInput,
     Instruction,
     Load,
     Program,
@@ -33,13 +37,13 @@ class Prediction:
     """What a program will do, for given costs.
 
     Attributes:
-        timeline: the spans of each worker, in seconds.
-        memory: what each worker holds, at the beginning and after each of its computations.
+        timeline: the spans of each rank, in seconds.
+        memory: what each rank holds, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
-        bubble: share of the workers' time, up to the last end, in which they do not compute.
-        peak_bytes: for each worker the most bytes of arrays alive after any instruction, waiting inputs included.
+        bubble: share of the ranks' time, up to the last end, in which they do not compute.
+        peak_bytes: for each rank the most bytes of arrays alive after any instruction, waiting inputs included.
         peak_bytes_running: the most bytes while a computation runs: what it reads and what it makes at once, and its temporaries.
-        moved_bytes: for each worker the bytes it sends to others.
+        moved_bytes: for each rank the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
     """
 
@@ -58,7 +62,7 @@ class Prediction:
 
 
 def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = ()) -> str:
-    """A timeline in seconds as text, with (worker, note) pairs behind the rows; a tick is by default the shortest computation."""
+    """A timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
     return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
 
@@ -69,7 +73,7 @@ class Predictor:
     Args:
         program: what runs.
         costs: one for each stage.
-        network: the link between any two workers.
+        network: the link between any two ranks.
     """
 
     def __init__(self, program: Program, costs: Sequence[StageCost], network: Network) -> None:
@@ -77,10 +81,14 @@ class Predictor:
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
         self._parts: dict[tuple[int, int], list[float]] = {}  # of each sum, by stage and batch: when each replica began it
+        plan = program.plan
+        self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self._workers = [
-            _Worker(s, costs[s], _Memory(costs[s], versions_before(program.plan, w, program.start)))
-            for w, (s, _) in enumerate(program.plan.workers)
+            _Worker(s, plan.rank_workers[plan.rank_of[w]].index(w), costs[s], self._ranks[plan.rank_of[w]], versions_before(plan, w, program.start))
+            for w, (s, _) in enumerate(plan.workers)
         ]
+        for rank in self._ranks:
+            rank.begin()
 
     def add(self, i: Instruction) -> None:
         """Execute the next instruction, which is verified."""
@@ -88,23 +96,23 @@ class Predictor:
             _HANDLERS[type(i)](self, self._workers[i.worker], i)
 
     def timeline(self) -> Timeline:
-        """The spans of each worker so far."""
-        return tuple(tuple(worker.spans) for worker in self._workers)
+        """The spans of each rank so far."""
+        return tuple(tuple(rank.spans) for rank in self._ranks)
 
     def prediction(self) -> Prediction:
         """The prediction from all instructions so far."""
-        workers, memories = self._workers, [worker.memory for worker in self._workers]
-        seconds = max(worker.clock for worker in workers)
-        busy = sum(worker.busy for worker in workers)
+        ranks = self._ranks
+        seconds = max(rank.clock for rank in ranks)
+        busy = sum(rank.busy for rank in ranks)
         return Prediction(
             timeline=self.timeline(),
-            memory=tuple(tuple(memory.samples) for memory in memories),
+            memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
-            bubble=1 - busy / (seconds * len(workers)) if seconds else 0.0,
-            peak_bytes=tuple(memory.peak for memory in memories),
-            peak_bytes_running=tuple(max(memory.peak, memory.peak_running) for memory in memories),
-            moved_bytes=tuple(worker.moved for worker in workers),
-            versions_alive=tuple(memory.most_versions for memory in memories),
+            bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
+            peak_bytes=tuple(rank.peak for rank in ranks),
+            peak_bytes_running=tuple(max(rank.peak, rank.peak_running) for rank in ranks),
+            moved_bytes=tuple(rank.moved for rank in ranks),
+            versions_alive=tuple(worker.memory.most_versions for worker in self._workers),
         )
 
     def _load(self, worker: "_Worker", i: Load) -> None:
@@ -114,28 +122,54 @@ class Predictor:
         cost, last = worker.cost, worker.stage == self._plan.depth - 1
         worker.compute("F", i, "activation", cost.forward)
         if not last:
-            worker.ready["activation", i.microbatch] = worker.clock
+            worker.ready["activation", i.microbatch] = worker.rank.clock
         worker.memory.in_flight += 1
         made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
-        worker.memory.compute(worker.clock, made, cost.inputs + cost.labels)
+        worker.memory.compute(made, cost.inputs + cost.labels)
 
     def _backward(self, worker: "_Worker", i: Backward) -> None:
         cost = worker.cost
         worker.compute("B", i, "gradient", cost.backward)
         worker.memory.in_flight -= 1
-        worker.memory.compute(worker.clock, cost.gradient, cost.residuals + cost.message)
+        worker.memory.compute(cost.gradient, cost.residuals + cost.message)
+        self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
 
     def _forward_backward(self, worker: "_Worker", i: ForwardBackward) -> None:
         cost = worker.cost
         worker.compute("FB", i, "activation", cost.forward + cost.backward)
-        worker.memory.compute(worker.clock, cost.gradient, cost.inputs + cost.labels)
+        worker.memory.compute(cost.gradient, cost.inputs + cost.labels)
+        self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
+
+    def _backward_input(self, worker: "_Worker", i: BackwardInput) -> None:
+        cost = worker.cost
+        worker.compute("I", i, "gradient", cost.backward_input)
+        worker.memory.in_flight -= 1
+        worker.memory.stashes += 1
+        worker.memory.compute(cost.gradient + cost.stash, cost.residuals + cost.message)
+        self._gradient(worker, i.microbatch)
+
+    def _forward_backward_input(self, worker: "_Worker", i: ForwardBackwardInput) -> None:
+        cost = worker.cost
+        worker.compute("FI", i, "activation", cost.forward + cost.backward_input)
+        worker.memory.stashes += 1
+        worker.memory.compute(cost.gradient + cost.stash, cost.inputs + cost.labels)
+        self._gradient(worker, i.microbatch)
+
+    def _backward_weight(self, worker: "_Worker", i: BackwardWeight) -> None:
+        worker.compute("W", i, "", worker.cost.backward_weight)
+        worker.memory.stashes -= 1
+        worker.memory.compute(0, worker.cost.stash)
+        self._accumulate(worker, i.microbatch)
+
+    def _gradient(self, worker: "_Worker", k: int) -> None:
+        """Note when the input gradient of a microbatch can be sent."""
+        if worker.stage > 0:
+            worker.ready["gradient", k] = worker.rank.clock
 
     def _accumulate(self, worker: "_Worker", k: int) -> None:
         """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
-        if worker.stage > 0:
-            worker.ready["gradient", k] = worker.clock
         worker.memory.accumulate()
         replicas = self._plan.replicas[worker.stage]
         if (
@@ -157,28 +191,31 @@ class Predictor:
         else:
             size, arrives = 0, 0
         peer.memory.add(arrives)
-        worker.moved += size
         ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
         if i.message == "shared":
             key = f"shared of stage {worker.stage}", i.microbatch
-        peer.ready[key] = self._traffic.send(i.worker, i.to, ready, size)
+        if worker.rank is peer.rank:
+            peer.ready[key] = ready
+            return
+        worker.rank.moved += size
+        peer.ready[key] = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
 
     def _all_reduce(self, worker: "_Worker", i: AllReduce) -> None:
         if self._averages_state:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
         parts = self._parts.setdefault((worker.stage, i.batch), [])
-        parts.append(worker.clock)
+        parts.append(worker.rank.clock)
         replicas = self._plan.stage_workers[worker.stage]
         if len(parts) == len(replicas):
             size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.accumulators
-            summed = self._traffic.all_reduce(replicas, max(parts), size)
+            summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(parts), size)
             for w in replicas:
-                self._workers[w].moved += round(size)
+                self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = summed
 
     def _take_shared(self, worker: "_Worker", i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))
-        worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.clock
+        worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.rank.clock
         worker.memory.add(sum(worker.cost.shared))
 
     def _add_shared(self, worker: "_Worker", i: AddShared) -> None:
@@ -195,7 +232,7 @@ class Predictor:
         k = last_microbatch(self._plan, i.batch)
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
         worker.wait(worker.ready.pop(("squares", k), 0.0))
-        worker.ready["squares" if worker.stage > 0 else "norm", k] = worker.clock
+        worker.ready["squares" if worker.stage > 0 else "norm", k] = worker.rank.clock
 
     def _update(self, worker: "_Worker", i: Update) -> None:
         cost, memory = worker.cost, worker.memory
@@ -214,52 +251,88 @@ class Predictor:
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
-        worker.clock += cost.update
-        worker.busy += cost.update
-        last = worker.spans[-1]
-        worker.spans[-1] = last._replace(updates=True, update_time=cost.update, update_wait=worker.clock - cost.update - last.end)
-        memory.sample(worker.clock)
+        worker.rank.update(worker.chunk, cost.update)
 
     def _release(self, worker: "_Worker", i: Release) -> None:
         worker.memory.release(i.version)
 
 
-class _Worker:
-    """The clock of one worker, and what it has done."""
+class _Rank:
+    """The clock of one rank, what it has done, and the bytes that its workers hold."""
 
-    def __init__(self, stage: int, cost: StageCost, memory: "_Memory") -> None:
-        self.stage, self.cost, self.memory = stage, cost, memory
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
-        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.spans: list[Span] = []
+        self.memories: list[_Memory] = []
+        self.held = self.peak = self.peak_running = 0
+        self.samples: list[MemorySample] = []
+
+    def begin(self) -> None:
+        """Count what all its workers hold at the beginning."""
+        self.held = self.peak = sum(memory.at_first for memory in self.memories)
+        self.sample()
 
     def wait(self, until: float) -> None:
         self.clock = max(self.clock, until)
-
-    def compute(self, op: Op, i: Forward | Backward | ForwardBackward, needs: str, seconds: float) -> None:
-        starts = max(self.clock, self.ready.pop((needs, i.microbatch), 0.0))
-        self.clock = starts + seconds
-        self.busy += seconds
-        self.spans.append(Span(op, i.microbatch, i.version, starts, self.clock))
-
-
-class _Memory:
-    """The bytes of one worker."""
-
-    def __init__(self, cost: StageCost, versions: set[int]) -> None:
-        self.cost = cost
-        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
-        self.held = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
-        self.peak, self.peak_running, self.most_versions = self.held, 0, len(versions)
-        self.in_flight = 0  # microbatches between their forward and their backward
-        self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
-        self.samples: list[MemorySample] = []
-        self.sample(0.0)
 
     def add(self, size: int) -> None:
         self.held += size
         if self.held > self.peak:
             self.peak = self.held
+
+    def update(self, chunk: int, seconds: float) -> None:
+        """Note an update of one of its stages, on the span of the stage's last computation."""
+        self.clock += seconds
+        self.busy += seconds
+        place = next(n for n in range(len(self.spans) - 1, -1, -1) if self.spans[n].chunk == chunk)
+        last = self.spans[place]
+        self.spans[place] = last._replace(updates=True, update_time=seconds, update_wait=self.clock - seconds - last.end)
+        self.sample()
+
+    def sample(self) -> None:
+        weights, *others = (memory.weights for memory in self.memories)
+        for more in others:
+            weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
+        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(memory.parts() for memory in self.memories), strict=True))
+        other = self.held - sum(weights.values()) - optimizer - accumulators - residuals
+        self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
+
+
+class _Worker:
+    """What one worker waits for and holds."""
+
+    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
+        self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
+        self.memory = _Memory(cost, versions, rank)
+        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
+
+    def wait(self, until: float) -> None:
+        self.rank.wait(until)
+
+    def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
+        rank = self.rank
+        starts = max(rank.clock, self.ready.pop((needs, i.microbatch), 0.0))
+        rank.clock = starts + seconds
+        rank.busy += seconds
+        rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
+
+
+class _Memory:
+    """The bytes of one worker, which its rank adds up."""
+
+    def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
+        self.cost, self.rank = cost, rank
+        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
+        self.at_first = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
+        self.most_versions = len(versions)
+        self.in_flight = 0  # microbatches between their forward and their backward, or its first half
+        self.stashes = 0  # microbatches between the two halves of their backward
+        self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
+        rank.memories.append(self)
+
+    def add(self, size: int) -> None:
+        self.rank.add(size)
 
     def accumulate(self) -> None:
         if not self.accumulates:
@@ -277,18 +350,19 @@ class _Memory:
         self.weights = {v: size for v, size in self.weights.items() if v != version}
         self.add(-self.cost.weights)
 
-    def compute(self, end: float, made: int, used: int) -> None:
+    def compute(self, made: int, used: int) -> None:
         """Hold what a computation makes and what it uses while it runs, then only the former."""
-        running = self.held + made + self.cost.temporary
-        if running > self.peak_running:
-            self.peak_running = running
+        rank = self.rank
+        running = rank.held + made + self.cost.temporary
+        if running > rank.peak_running:
+            rank.peak_running = running
         self.add(made - used)
-        self.sample(end)
+        rank.sample()
 
-    def sample(self, time: float) -> None:
-        cost, residuals = self.cost, self.in_flight * self.cost.residuals
-        other = self.held - len(self.weights) * cost.weights - cost.optimizer - cost.accumulators - residuals
-        self.samples.append(MemorySample(time, self.weights, cost.optimizer, cost.accumulators, residuals, other))
+    def parts(self) -> tuple[int, int, int]:
+        """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
+        cost = self.cost
+        return cost.optimizer, cost.accumulators, self.in_flight * cost.residuals + self.stashes * cost.stash
 
 
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
@@ -296,6 +370,9 @@ _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     Forward: Predictor._forward,
     Backward: Predictor._backward,
     ForwardBackward: Predictor._forward_backward,
+    BackwardInput: Predictor._backward_input,
+    ForwardBackwardInput: Predictor._forward_backward_input,
+    BackwardWeight: Predictor._backward_weight,
     Send: Predictor._send,
     AllReduce: Predictor._all_reduce,
     TakeShared: Predictor._take_shared,

@@ -6,7 +6,7 @@ from jpipe.errors import InputError, short
 from jpipe.programs._costs import Link, Network, StageCost, unit_costs
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
-from jpipe.programs._verify import Verifier
+from jpipe.programs._verify import Verifier, rank_computations
 from jpipe.programs._walk import Violation, walk
 
 
@@ -17,14 +17,14 @@ class ProgramError(ValueError):
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
 
-    Each worker runs its own instructions in order. A transfer waits until both workers have come to it. An update waits until all
-    replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of `lower`:
+    Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
+    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of `lower`:
 
-    - each worker computes in the order of the schedule, and reads the versions of its formula, which are alive;
+    - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
     - no more versions are alive than the schedule allows;
     - each update sees exactly its batch;
     - every buffer is made before it is used, and used once; nothing is left behind;
-    - the workers do not deadlock;
+    - the ranks do not deadlock;
     - the total order extends data and program order.
 
     Args:
@@ -52,7 +52,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
     link = link or Link()
-    verifiers = [Verifier(program, w) for w in range(len(program.plan.workers))]
+    orders = rank_computations(program)
+    verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
     predictor = Predictor(program, costs, (lambda source, target: link) if isinstance(link, Link) else link)
     try:
         for instruction in walk(program):

@@ -6,10 +6,13 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Program
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
+from jpipe.schedules import SCHEDULES
 
 
 class Steps:
     """Programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
+
+    They are several programs by turns if the order of the schedule takes several batches to repeat.
 
     The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
 
@@ -33,7 +36,7 @@ class Steps:
             ProgramError: the verification fails.
         """
         steady = self._plan.flush_first + 2 * self._full
-        runs = tuple(self._lower(start + steady + 1, start, start, True) for start in (0, steady))
+        runs = tuple(self._lower(start + steady + self._period, start, start, True) for start in (0, steady))
         for program in runs:
             simulate(program)
         return runs
@@ -63,11 +66,16 @@ class Steps:
     def _full(self) -> int:
         return batches_until_full(self._plan) - self._plan.flush_first
 
+    @property
+    def _period(self) -> int:
+        return SCHEDULES[self._plan.schedule].period(self._plan)
+
     def _modelled(self, since: int, batch: int) -> tuple[int, int]:
         """The earliest place in a run where the pipeline does the same."""
         if batch < self._flushed:
             return 0, 0
-        return min(since, self._full), self._plan.flush_first + min(batch - self._flushed, 2 * self._full)
+        batch, steady = batch - self._flushed, 2 * self._full
+        return min(since, self._full), self._plan.flush_first + (batch if batch < steady else steady + (batch - steady) % self._period)
 
     def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
         return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm, shared=self._shared)

@@ -1,23 +1,25 @@
-"""The worker x time grid: a timeline as text that humans can compare, and the parser that reads it back.
+"""The rank x time grid: a timeline as text that humans can compare, and the parser that reads it back.
 
-One row a worker, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in
-one program; `*` marks the update that follows; `-` goes on with what began to the left, `.` is idle.
+One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
+program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
+`F3.1/2` is a forward of the rank's chunk 2, the third of its stages. `*` marks the update that follows; `-` goes on with what began to the
+left, `.` is idle.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jpipe.errors import InputError
-
-Op = Literal["F", "B", "FB"]
+from jpipe.schedules import Op
 
 
 class Span(NamedTuple):
-    """One computation on a worker's row. Times are in the unit of the timeline: seconds, or ticks of a grid.
+    """One computation on a rank's row. Times are in the unit of the timeline: seconds, or ticks of a grid.
 
     Attributes:
-        op: `F`, a forward; `B`, a backward; `FB`, both in one program.
+        op: `F`, a forward; `B`, a backward; `FB`, both in one program; `I` and `W`, the halves of a backward, for inputs and for
+            weights; `FI`, a forward and the first half in one program.
         microbatch: which one, counted from 0.
         version: of the weights that it reads.
         start: when it begins.
@@ -25,6 +27,7 @@ class Span(NamedTuple):
         updates: whether an update follows.
         update_time: how long that update takes.
         update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
+        chunk: which of the rank's stages, counted from 0.
     """
 
     op: Op
@@ -35,6 +38,7 @@ class Span(NamedTuple):
     updates: bool = False
     update_time: float = 0.0
     update_wait: float = 0.0
+    chunk: int = 0
 
     @property
     def update_start(self) -> float:
@@ -46,18 +50,18 @@ class Span(NamedTuple):
 
 
 Timeline = tuple[tuple[Span, ...], ...]
-"""The spans of each worker, in order."""
+"""The spans of each rank, in order."""
 
 
 class MemorySample(NamedTuple):
-    """What one worker holds from a time on, in bytes.
+    """What one rank holds from a time on, in bytes.
 
     Attributes:
         time: in seconds.
-        weights: bytes of each version alive, by version.
+        weights: bytes of each version alive, by version, of all its stages.
         optimizer: optimizer state.
         gradients: the sums of the batch that is being accumulated.
-        residuals: kept from forwards for their backwards.
+        residuals: kept from forwards for their backwards, and from one half of a backward for the other.
         other: waiting inputs and messages, and layer state.
     """
 
@@ -75,16 +79,16 @@ class MemorySample(NamedTuple):
 
 
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
-"""The samples of each worker, in order of time: one after each of its computations."""
+"""The samples of each rank, in order of time: one after each of its computations."""
 
-_CELL = re.compile(r"(FB|F|B)(\d+)\.(\d+)(\*?)")
+_CELL = re.compile(r"(FB|FI|F|B|I|W)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
     """Round all times to whole ticks; every span gets one tick at least.
 
     Args:
-        timeline: the spans of each worker.
+        timeline: the spans of each rank.
         tick: length of a tick, in the unit of the timeline.
 
     Returns:
@@ -106,23 +110,23 @@ def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, 
     """A timeline in whole ticks (see `to_ticks`) as text.
 
     Args:
-        timeline: the spans of each worker.
-        marked: (worker, note) pairs that are written behind that worker's row, to show where something is wrong.
+        timeline: the spans of each rank.
+        marked: (rank, note) pairs that are written behind that rank's row, to show where something is wrong.
 
     Returns:
-        A row of ticks and a row for each worker; `parse_grid` reads it back.
+        A row of ticks and a row for each rank; `parse_grid` reads it back.
     """
     ticks = int(max((span.end for spans in timeline for span in spans), default=0))
     rows = [[str(tick) for tick in range(ticks)], *(_tokens(spans, ticks) for spans in timeline)]
     widths = [max(len(token) for token in column) for column in zip(*rows, strict=True)]
-    names = ["tick", *(f"worker {w}" for w in range(len(timeline)))]
+    names = ["tick", *(f"rank {rank}" for rank in range(len(timeline)))]
     notes: dict[int, str] = {}
-    for worker, note in marked:
-        notes[worker] = f"{notes[worker]}; {note}" if worker in notes else note
+    for rank, note in marked:
+        notes[rank] = f"{notes[rank]}; {note}" if rank in notes else note
     lines = []
-    for w, (name, row) in enumerate(zip(names, rows, strict=True), start=-1):
+    for rank, (name, row) in enumerate(zip(names, rows, strict=True), start=-1):
         cells = "".join(f" {token:>{width}}" for token, width in zip(row, widths, strict=True))
-        lines.append(f"{name:<{len(names[-1])}} |{cells}" + (f"  <<< {notes[w]}" if w in notes else ""))
+        lines.append(f"{name:<{len(names[-1])}} |{cells}" + (f"  <<< {notes[rank]}" if rank in notes else ""))
     return "\n".join(lines)
 
 
@@ -140,8 +144,8 @@ def parse_grid(text: str) -> Timeline:
         head, bar, cells = line.split("<<<")[0].partition("|")
         if not line.strip() or (bar and head.split() == ["tick"]):
             continue
-        if not bar or head.split() != ["worker", str(len(rows))]:
-            raise InputError(f"grid, line {number}: expected 'worker {len(rows)} | …', found '{line.strip()[:40]}'")
+        if not bar or head.split() != ["rank", str(len(rows))]:
+            raise InputError(f"grid, line {number}: expected 'rank {len(rows)} | …', found '{line.strip()[:40]}'")
         rows.append(_parse_row(cells.split(), number))
     return tuple(rows)
 
@@ -151,7 +155,8 @@ def _tokens(spans: Sequence[Span], ticks: int) -> list[str]:
     for span in spans:
         first, end = int(span.start), int(span.end)
         row[first:end] = ["-"] * (end - first)
-        row[first] = f"{span.op}{span.microbatch}.{span.version}{'*' if span.updates else ''}"
+        chunk, star = f"/{span.chunk}" if span.chunk else "", "*" if span.updates else ""
+        row[first] = f"{span.op}{span.microbatch}.{span.version}{chunk}{star}"
     return row
 
 
@@ -167,7 +172,7 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             continue
         match = _CELL.fullmatch(token)
         if not match:
-            raise InputError(f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, '-' or '.', found '{token}'")
-        op, microbatch, version, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
+            raise InputError(f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'")
+        op, microbatch, version, chunk, star = match.groups()
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
     return tuple(spans)

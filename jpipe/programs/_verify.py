@@ -1,6 +1,6 @@
 """Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jpipe.plan import Plan
@@ -9,8 +9,12 @@ from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
     Forward,
     ForwardBackward,
+    ForwardBackwardInput,
     Instruction,
     Load,
     Program,
@@ -22,7 +26,14 @@ from jpipe.programs._instructions import (
     Update,
 )
 from jpipe.programs._walk import Violation
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Compute, Op
+
+
+def rank_computations(program: Program) -> list[Iterator[Compute]]:
+    """For each rank, replicas counted, the computations of its schedule in the batches of the program."""
+    plan = program.plan
+    places = [(p, replica) for p, stages in enumerate(plan.rank_stages) for replica in range(plan.replicas[stages[0]])]
+    return [SCHEDULES[plan.schedule].computations(plan, p, replica, program.start, program.end) for p, replica in places]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
@@ -38,15 +49,16 @@ class Verifier:
     Args:
         program: of all workers.
         number: of the worker.
+        computations: those of its rank, in order; the workers of a rank share this iterator.
     """
 
-    def __init__(self, program: Program, number: int) -> None:
+    def __init__(self, program: Program, number: int, computations: Iterator[Compute]) -> None:
         self._program, self._plan, self._number = program, program.plan, number
         self._schedule = SCHEDULES[self._plan.schedule]
-        self._stage, replica = self._plan.workers[number]
+        self._stage, _ = self._plan.workers[number]
         self._first, self._last = self._stage == 0, self._stage == self._plan.depth - 1
         self._replicas, self._every = self._plan.replicas[self._stage], self._plan.microbatches_per_update(self._stage)
-        self._computations = self._schedule.computations(self._plan, self._stage, replica, program.start, program.end)
+        self._computations = computations
         self._most_versions = self._schedule.versions_alive(self._plan, self._stage)
         self._versions = versions_before(self._plan, number, program.start)
         self._buffers: set[tuple[str, int]] = set()  # (kind, microbatch or batch)
@@ -88,14 +100,32 @@ class Verifier:
         self._put("message" if self._last else "output", i.microbatch)
 
     def _backward(self, i: Backward) -> None:
-        self._take("residuals", i.microbatch)
-        self._take("message", i.microbatch)
+        self._take_residuals(i.microbatch)
         self._compute("B", i)
+        self._give_gradient(i.microbatch)
         self._accumulate(i)
 
     def _forward_backward(self, i: ForwardBackward) -> None:
         self._take_inputs(i.microbatch)
         self._compute("FB", i)
+        self._give_gradient(i.microbatch)
+        self._accumulate(i)
+
+    def _backward_input(self, i: BackwardInput) -> None:
+        self._take_residuals(i.microbatch)
+        self._compute("I", i)
+        self._give_gradient(i.microbatch)
+        self._put("stash", i.microbatch)
+
+    def _forward_backward_input(self, i: ForwardBackwardInput) -> None:
+        self._take_inputs(i.microbatch)
+        self._compute("FI", i)
+        self._give_gradient(i.microbatch)
+        self._put("stash", i.microbatch)
+
+    def _backward_weight(self, i: BackwardWeight) -> None:
+        self._take("stash", i.microbatch)
+        self._compute("W", i)
         self._accumulate(i)
 
     def _send(self, i: Send) -> None:
@@ -167,7 +197,7 @@ class Verifier:
 
     # Rules -------------------------------------------------------------------------------------------------------------
 
-    def _compute(self, op: str, i: Forward | Backward | ForwardBackward) -> None:
+    def _compute(self, op: Op, i: Computation) -> None:
         k = i.microbatch
         expected = next(self._computations, None)
         if expected != (op, self._stage, k):
@@ -178,10 +208,16 @@ class Verifier:
         if version not in self._versions:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
 
-    def _accumulate(self, i: Backward | ForwardBackward) -> None:
-        """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
+    def _take_residuals(self, k: int) -> None:
+        self._take("residuals", k)
+        self._take("message", k)
+
+    def _give_gradient(self, k: int) -> None:
         if not self._first:
-            self._put("gradient", i.microbatch)
+            self._put("gradient", k)
+
+    def _accumulate(self, i: Backward | ForwardBackward | BackwardWeight) -> None:
+        """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
         self._accumulated += 1
         expected = self._every // self._replicas
         if self._sets_aside and (i.microbatch // self._replicas + 1) % expected == 0:
@@ -256,6 +292,9 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Forward: Verifier._forward,
     Backward: Verifier._backward,
     ForwardBackward: Verifier._forward_backward,
+    BackwardInput: Verifier._backward_input,
+    ForwardBackwardInput: Verifier._forward_backward_input,
+    BackwardWeight: Verifier._backward_weight,
     Send: Verifier._send,
     Receive: Verifier._receive,
     AllReduce: Verifier._all_reduce,

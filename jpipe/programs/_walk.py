@@ -1,4 +1,4 @@
-"""How the workers of a program run together: which waits for which, without times and bytes."""
+"""How the ranks of a program run together: which waits for which, without times and bytes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ class Violation(Exception):
     """A rule that a program breaks.
 
     Attributes:
-        notes: (worker, note) pairs, to be written behind the workers' rows of a grid.
+        notes: (rank, note) pairs, to be written behind the rows of a grid.
     """
 
     def __init__(self, message: str, notes: Sequence[tuple[int, str]]) -> None:
@@ -23,66 +23,101 @@ class Violation(Exception):
     @classmethod
     def at(cls, plan: Plan, worker: int, what: str) -> "Violation":
         """A violation by one worker."""
-        return cls(f"{plan.schedule}, worker {worker}: {what}", [(worker, what)])
+        return cls(f"{plan.schedule}, {name_of(plan, worker)}: {what}", [(plan.rank_of[worker], what)])
+
+
+def name_of(plan: Plan, worker: int) -> str:
+    """A worker in messages: its rank, and its stage where the rank has several."""
+    rank = plan.rank_of[worker]
+    return f"rank {rank}" + (f", stage {plan.workers[worker][0]}" if len(plan.rank_workers[rank]) > 1 else "")
 
 
 def walk(program: Program) -> Iterator[Instruction]:
-    """All instructions in an executable order: each worker runs its own in order, and waits for other workers.
+    """All instructions in an executable order: each rank runs its own in order, and waits for other ranks.
 
-    A transfer waits until both workers have come to it; its receive follows its send at once. An update, or what comes
-    between the sum of the gradients and it, waits until all replicas have begun to sum the gradients of its batch.
+    A transfer waits until both ranks have come to it; its receive follows its send at once. An update, or what comes between the sum of
+    the gradients and it, waits until all replicas have begun to sum the gradients of its batch.
 
     Raises:
-        Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the workers deadlock.
+        Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
     """
-    plan, instructions = program.plan, program.instructions
-    queues: list[list[int]] = [[] for _ in plan.workers]  # indices of instructions
+    plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
+    queues: list[list[int]] = [[] for _ in plan.rank_workers]  # indices of instructions
     for index, instruction in enumerate(instructions):
-        queues[instruction.worker].append(index)
+        queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
-    parts: dict[tuple[int, int], list[int]] = {}  # the all-reduces of each stage and batch so far
+    parts: _Parts = {}
     ready = deque(range(len(queues)))
     while ready:
-        w = ready.popleft()
-        s, _ = plan.workers[w]
-        replicas, queue = plan.replicas[s], queues[w]
-        while heads[w] < len(queue):
-            index = queue[heads[w]]
+        rank = ready.popleft()
+        queue = queues[rank]
+        while heads[rank] < len(queue):
+            index = queue[heads[rank]]
             i = instructions[index]
             if type(i) is Send:
-                if heads[i.to] >= len(queues[i.to]):
-                    raise Violation.at(plan, w, f"{i} has no receiver")
-                received = queues[i.to][heads[i.to]]
+                to = rank_of[i.to]
+                place = heads[to] + (to == rank)  # on the same rank the receive comes next
+                if place >= len(queues[to]):
+                    raise Violation.at(plan, i.worker, f"{i} has no receiver")
+                received = queues[to][place]
                 receive = instructions[received]
-                if type(receive) is not Receive or (receive.microbatch, receive.message, receive.source) != (i.microbatch, i.message, w):
+                if type(receive) is not Receive or (receive.worker, receive.microbatch, receive.message, receive.source) != (
+                    i.to,
+                    i.microbatch,
+                    i.message,
+                    i.worker,
+                ):
                     break
                 if received < index:
-                    raise Violation.at(plan, w, f"{receive} stands before its {i} in the total order")
-                heads[i.to] += 1
-                ready.append(i.to)
+                    raise Violation.at(plan, i.worker, f"{receive} stands before its {i} in the total order")
+                heads[to] += 1
+                ready.append(to)
                 yield i
                 yield receive
             elif type(i) is Receive:
-                if heads[i.source] < len(queues[i.source]):
-                    send = instructions[queues[i.source][heads[i.source]]]
-                    if type(send) is Send and send.to == w:
-                        ready.append(i.source)  # it does the transfer and makes this worker ready again
+                source = rank_of[i.source]
+                if source != rank and heads[source] < len(queues[source]):
+                    send = instructions[queues[source][heads[source]]]
+                    if type(send) is Send and send.to == i.worker:
+                        ready.append(source)  # it does the transfer and makes this rank ready again
                 break
             else:
+                if not _sums_allow(i, index, parts, plan):
+                    break
                 if type(i) is AllReduce:
-                    part = parts.setdefault((s, i.batch), [])
-                    part.append(index)
-                    if len(part) >= replicas:
-                        ready.extend(plan.stage_workers[s])
-                elif isinstance(i, _NEED_SUM) and replicas > 1:
-                    part = parts.get((s, i.batch), [])
-                    if 0 < len(part) < replicas:
-                        break
-                    if max(part, default=index) > index:
-                        raise Violation.at(plan, w, f"{i} stands before the sum of {i.batch} in the total order")
+                    ready.extend(_woken_by(i, parts, plan))
                 yield i
-            heads[w] += 1
-    stuck = [w for w, queue in enumerate(queues) if heads[w] < len(queue)]
+            heads[rank] += 1
+    stuck = [rank for rank, queue in enumerate(queues) if heads[rank] < len(queue)]
     if stuck:
-        notes = [(w, f"waits at {instructions[queues[w][heads[w]]]}") for w in stuck]
-        raise Violation(f"{plan.schedule}: deadlock, workers {stuck} wait for each other", notes)
+        notes = [(rank, f"waits at {instructions[queues[rank][heads[rank]]]}") for rank in stuck]
+        raise Violation(f"{plan.schedule}: deadlock, ranks {stuck} wait for each other", notes)
+
+
+_Parts = dict[tuple[int, int], list[int]]
+"""By stage and batch the indices of the all-reduces so far."""
+
+
+def _woken_by(i: AllReduce, parts: _Parts, plan: Plan) -> list[int]:
+    """The ranks that can go on once all replicas have begun a sum."""
+    s, _ = plan.workers[i.worker]
+    complete = len(parts[s, i.batch]) >= plan.replicas[s]
+    return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
+
+
+def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan) -> bool:
+    """Note an all-reduce; for what needs a sum, whether all replicas have begun it.
+
+    Raises:
+        Violation: the total order has the instruction before the sum.
+    """
+    s, _ = plan.workers[i.worker]
+    if type(i) is AllReduce:
+        parts.setdefault((s, i.batch), []).append(index)
+    elif isinstance(i, _NEED_SUM) and plan.replicas[s] > 1:
+        part = parts.get((s, i.batch), [])
+        if 0 < len(part) < plan.replicas[s]:
+            return False
+        if max(part, default=index) > index:
+            raise Violation.at(plan, i.worker, f"{i} stands before the sum of {i.batch} in the total order")
+    return True

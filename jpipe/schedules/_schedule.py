@@ -1,9 +1,17 @@
-"""What a schedule is: the order in which each worker computes and the weight version each computation reads, as data."""
+"""What a schedule is: the order in which each rank computes and the weight version each computation reads, as data."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+Op = Literal["F", "B", "FB", "I", "W", "FI"]
+"""What is computed: a forward (F), a backward (B), or its halves, the backward for inputs (I) and that for weights (W); FB and FI are two
+of them as one program."""
+
+Ranks = tuple[tuple[int, ...], ...]
+"""For each rank the stages that it runs, in order."""
 
 
 @runtime_checkable
@@ -26,21 +34,43 @@ class Shape(Protocol):
     def vertical_sync(self) -> bool: ...
     @property
     def flush_first(self) -> int: ...
+    @property
+    def rank_stages(self) -> Ranks: ...
+    @property
+    def order(self) -> tuple[str, ...] | None: ...
+    @property
+    def split_backward(self) -> Literal["joint", "early"]: ...
     def microbatches_per_update(self, s: int) -> int: ...
 
 
 class Compute(NamedTuple):
-    """One entry of an order: a forward (F), a backward (B), or both as one program (FB), of a microbatch at a stage.
+    """One entry of an order: what is computed of a microbatch at a stage.
 
     Attributes:
-        op: F, B, or FB, which only the last stage can run: there a backward needs only its forward.
+        op: FB and FI are for the last stage only: there a backward needs only its forward. A stage runs them for all microbatches or
+            for none.
         stage: counted from 0.
         microbatch: counted from 0, over all batches.
     """
 
-    op: Literal["F", "B", "FB"]
+    op: Op
     stage: int
     microbatch: int
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the microbatch enters the stage."""
+        return self.op[0] == "F"
+
+    @property
+    def gives_gradient(self) -> bool:
+        """Whether the input gradient is there afterwards."""
+        return self.op in ("B", "FB", "I", "FI")
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the gradients of the weights are there afterwards, and nothing more is to be done at the stage."""
+        return self.op in ("B", "FB", "W")
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
@@ -50,6 +80,11 @@ def synchronous_version(plan: Shape, s: int, k: int) -> int:
 
 def one_version(plan: Shape, s: int) -> int:
     """Only the newest weights."""
+    return 1
+
+
+def repeats(plan: Shape) -> int:
+    """The order is the same in each batch."""
     return 1
 
 
@@ -69,10 +104,15 @@ class Schedule:
     Attributes:
         name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, s, microbatches) -> computations`, what one replica of stage s computes, from an empty pipeline to an empty one, for
-            the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. Forwards are
-            in the order of the microbatches, and so are backwards. A stage runs FB for all of its microbatches or for none.
+        order: `(plan, p, microbatches) -> computations`, what one replica of rank p computes, from an empty pipeline to an empty one, for
+            the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. At each
+            stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
+        done: `(plan, s, k) -> int`, without a flush: of how many of its microbatches a replica of stage s has finished the backward when it
+            begins the forward of k, counted from the first batch that is not flushed.
+        period: `(plan) -> int`, without a flush: after how many batches the order repeats.
+        layout: which ranks it can use: "straight", each stage is a rank; "looped", stage s runs on rank s mod p; "v", on rank s and on
+            the way back on rank 2p - 1 - s; "any".
         formula: `(plan, s, k) -> v`, the weight version (number of updates applied) that forward and backward of k read at stage s,
             both counted from the first batch that is not flushed; does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
@@ -89,6 +129,9 @@ class Schedule:
     flushes: bool
     order: Callable[[Shape, int, Sequence[int]], Iterator[Compute]]
     in_flight: Callable[[Shape, int], int]
+    done: Callable[[Shape, int, int], int] = lambda plan, s, k: 0
+    period: Callable[[Shape], int] = repeats
+    layout: Literal["straight", "looped", "v", "any"] = "straight"
     formula: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
     refusal: Callable[[Shape], str] = no_refusal
@@ -112,25 +155,99 @@ class Schedule:
         """Whether the pipeline is empty after a batch."""
         return self.flushes or batch < plan.flush_first
 
-    def computations(self, plan: Shape, s: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
-        """The computations of one replica of stage s for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+    def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
+        """The computations of one replica of rank p for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
 
         Args:
             plan: the plan.
-            s: the stage.
+            p: the rank, counted without replicas.
             replica: number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
-        m, replicas = plan.microbatches, plan.replicas[s]
+        m, replicas = plan.microbatches, plan.replicas[plan.rank_stages[p][0]]
         while start < stop:
             end = start + 1 if self.flushes_after(plan, start) else stop
-            yield from self.order(plan, s, range(start * m + replica, end * m, replicas))
+            yield from self.order(plan, p, range(start * m + replica, end * m, replicas))
             start = end
 
-    def fuses(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward and the backward of a microbatch as one program."""
-        return next(self.computations(plan, s, 0, 0, 1)).op == "FB"
+    def first_op(self, plan: Shape, s: int) -> Op:
+        """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
+        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        return next(entry.op for entry in self.computations(plan, p, 0, 0, 1) if entry.stage == s)
+
+    def refuses(self, plan: Shape) -> str:
+        """Why this schedule cannot run this plan, or ""."""
+        return _refused_ranks(self, plan) or self.refusal(plan)
+
+
+def arranged(layout: str, stages: int, chunks: int) -> Ranks:
+    """The ranks of a layout: for each of them the stages that it runs.
+
+    Args:
+        layout: as in `Schedule`; "any" is "looped" here.
+        stages: a multiple of the chunks.
+        chunks: how many stages each rank runs.
+    """
+    ranks = stages // chunks
+    if layout == "v":
+        return tuple((p, stages - 1 - p) for p in range(ranks))
+    return tuple(tuple(range(p, stages, ranks)) for p in range(ranks))
+
+
+def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
+    """Why the schedule cannot use the ranks of a plan, or ""."""
+    found = plan.rank_stages
+    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
+    if schedule.layout == "any" or (plan.depth % chunks == 0 and found == arranged(schedule.layout, plan.depth, chunks)):
+        return ""
+    needs = {
+        "straight": "one stage for each rank, in order",
+        "looped": "as many stages for each rank, stage s on rank s mod the number of ranks",
+        "v": "ranks in a V, an even number of stages, and on rank p of P the stages p and 2P - 1 - p",
+    }[schedule.layout]
+    return f"the schedule '{schedule.name}' needs {needs}; found ranks {[list(stages) for stages in found]}; leave out ranks"
+
+
+def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]) -> Callable[[Shape, int], int]:
+    """The `in_flight` of a schedule that flushes, counted in its order."""
+
+    def in_flight(plan: Shape, s: int) -> int:
+        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        begun = most = 0
+        for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
+            if entry.stage == s:
+                begun += entry.is_forward
+                most = max(most, begun)
+                begun -= entry.finishes
+        return most
+
+    return in_flight
+
+
+def split_early(plan: Shape, order: Iterator[Compute]) -> Iterator[Compute]:
+    """The order with each backward in its two halves, one after the other, so that the input gradient can leave after the first.
+
+    Stage 0 has no input gradient, and keeps whole backwards.
+    """
+    for entry in order:
+        if entry.stage > 0 and entry.op in ("B", "FB"):
+            yield entry._replace(op="I" if entry.op == "B" else "FI")
+            yield entry._replace(op="W")
+        else:
+            yield entry
+
+
+def fused(plan: Shape, order: Iterable[Compute]) -> list[Compute]:
+    """The order with what always stands side by side as one program: at stage 0, which has no input gradient to send, both halves of a
+    backward; at the last stage a forward and what follows of its backward."""
+    found, last = list(order), plan.depth - 1
+    for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
+        pairs = {n for n, (a, b) in enumerate(pairwise(found)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
+        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in found):
+            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))  # type: ignore[arg-type]
+            found = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
+    return found
 
 
 def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Compute]:
@@ -155,9 +272,10 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
         yield Compute("B", s, k)
 
 
-def pipeline_order(plan: Shape, s: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """1F1B with as many microbatches in flight as keep every worker busy."""
-    return one_forward_one_backward(plan, s, microbatches, pipeline_in_flight(plan, s))
+def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+    """1F1B with as many microbatches in flight as keep every rank busy."""
+    order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
+    return split_early(plan, order) if plan.split_backward == "early" else order
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:

@@ -16,7 +16,7 @@ from jpipe.schedules._schedule import Schedule, one_forward_one_backward
 GPIPE = Schedule(
     name="gpipe",
     flushes=True,
-    order=lambda plan, s, microbatches: one_forward_one_backward(plan, s, microbatches, len(microbatches)),
+    order=lambda plan, p, microbatches: one_forward_one_backward(plan, p, microbatches, len(microbatches)),
     in_flight=lambda plan, s: plan.microbatches // plan.replicas[s],
     closed_form="fill and drain",
 )

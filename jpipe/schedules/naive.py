@@ -16,7 +16,7 @@ from jpipe.schedules._schedule import Schedule, one_forward_one_backward
 NAIVE = Schedule(
     name="naive",
     flushes=True,
-    order=lambda plan, s, microbatches: one_forward_one_backward(plan, s, microbatches, 1),
+    order=lambda plan, p, microbatches: one_forward_one_backward(plan, p, microbatches, 1),
     in_flight=lambda plan, s: 1,
     closed_form="serial",
 )

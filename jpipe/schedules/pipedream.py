@@ -17,12 +17,16 @@ Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, an
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
 l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
+With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read: floor(D(s, k) / m), where D(s, k) is the
+number of backwards that the rank has done for stage s before the forward of k. Versions alive: by counting. Needs m >= the ranks.
+
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
 
 from typing import Any
 
-from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipeline_order
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _leader(plan: Shape, s: int) -> int:
@@ -38,20 +42,21 @@ def _sync_delay(plan: Shape, s: int) -> int:
 def _version(plan: Shape, s: int, k: int) -> int:
     """The newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
 
-    floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)), l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
-    floor(max(k - (n_s - 1), 0) / m) without replicas. Under vertical sync, that of the first stage.
+    floor(max(D(s, k) - l, 0) / (M_s / r_s)), D(s, k) = `endless_done`, l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
+    floor(max(k - (n_s - 1), 0) / m) without replicas and chunks. Under vertical sync, that of the first stage.
     """
     leader = _leader(plan, s)
-    replicas = plan.replicas[leader]
-    done = k // replicas - (pipeline_in_flight(plan, leader) - 1) - _sync_delay(plan, leader)
-    return max(done, 0) * replicas // plan.microbatches_per_update(leader)
+    done = endless_done(plan, leader, k) - _sync_delay(plan, leader)
+    return max(done, 0) * plan.replicas[leader] // plan.microbatches_per_update(leader)
 
 
 def _versions_alive(plan: Shape, s: int) -> int:
-    leader = _leader(plan, s)
-    return versions_held(
-        pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), plan.microbatches_per_update(s)
-    )
+    leader, every = _leader(plan, s), plan.microbatches_per_update(s)
+    if plan.depth == len(plan.rank_stages):
+        return versions_held(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
+    replicas = plan.replicas[s]
+    late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # numbers of a replica's backwards
+    return max(done * replicas // every - _version(plan, s, done * replicas) + 1 for done in late)
 
 
 def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
@@ -69,6 +74,8 @@ def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) 
 
 
 def _refusal(plan: Shape) -> str:
+    if plan.depth > len(plan.rank_stages) and (reason := _refused_chunks(plan)):
+        return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.vertical_sync and len(rates) > 1:
         return (
@@ -76,6 +83,20 @@ def _refusal(plan: Shape) -> str:
             "use update_every 'batch'"
         )
     return ""
+
+
+def _refused_chunks(plan: Shape) -> str:
+    """Why ranks cannot run several chunks of this plan, or ""."""
+    if plan.noam:
+        return "noam is for one stage for each rank, found several; remove noam"
+    own, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.rank_stages)
+    if own < ranks:  # else versions would not advance one by one
+        least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
+        return (
+            f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
+            f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
+        )
+    return unequal_replicas(plan)
 
 
 def _norm_refusal(plan: Shape) -> str:
@@ -92,12 +113,15 @@ def _norm_refusal(plan: Shape) -> str:
 PIPEDREAM = Schedule(
     name="pipedream",
     flushes=False,
-    order=pipeline_order,
-    in_flight=pipeline_in_flight,
+    order=endless_order,
+    in_flight=endless_in_flight,
+    done=endless_done,
+    period=endless_period,
+    layout="looped",
     formula=_version,
     versions_alive=_versions_alive,
     refusal=_refusal,
     norm_refusal=_norm_refusal,
-    options=("extra_in_flight", "vertical_sync", "noam", "update_every", "flush_first"),
+    options=("extra_in_flight", "vertical_sync", "noam", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

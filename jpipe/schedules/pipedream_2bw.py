@@ -9,38 +9,58 @@
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
 Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches
-each, as the paper requires. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
+each, as the paper requires. With several stages on a rank, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1) on p ranks
+is always enough. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
 
 import math
 
-from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight, pipeline_order
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
+
+
+def _refusal(plan: Shape) -> str:
+    return unequal_replicas(plan) or _too_few_microbatches(plan)
 
 
 def _too_few_microbatches(plan: Shape) -> str:
     # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
-    needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
+    needs = [r * (_late(plan, s) + (r > 1)) for s, r in enumerate(plan.replicas)]
     common = math.lcm(*plan.replicas)
-    least = -(-max(plan.depth, *needs) // common) * common
+    straight = plan.depth == len(plan.rank_stages)
+    least = -(-max(plan.depth if straight else 1, *needs) // common) * common
     if plan.microbatches < least:
+        ranks = "" if straight else f" on {len(plan.rank_stages)} ranks"
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
         replicas = f" with replicas {list(plan.replicas)}" if common > 1 else ""
         fewer = "fewer stages or replicas" if common > 1 else "fewer stages"
         return (
-            f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{replicas}{extra}, "
+            f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{ranks}{replicas}{extra}, "
             f"found microbatches {plan.microbatches}; raise microbatches or use {fewer}"
         )
     return ""
 
 
+def _late(plan: Shape, s: int) -> int:
+    """The most microbatches of earlier batches that are unfinished at stage s when a batch begins."""
+    if plan.depth == len(plan.rank_stages):
+        return pipeline_in_flight(plan, s) - 1
+    own = plan.microbatches // plan.replicas[s]
+    late = (n * own for n in range(100, 100 + endless_period(plan)))
+    return max(n - endless_done(plan, s, n * plan.replicas[s]) for n in late)
+
+
 PIPEDREAM_2BW = Schedule(
     name="pipedream_2bw",
     flushes=False,
-    order=pipeline_order,
-    in_flight=pipeline_in_flight,
+    order=endless_order,
+    in_flight=endless_in_flight,
+    done=endless_done,
+    period=endless_period,
+    layout="looped",
     formula=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
     versions_alive=lambda plan, s: 2,
-    refusal=_too_few_microbatches,
-    options=("extra_in_flight", "flush_first"),
+    refusal=_refusal,
+    options=("extra_in_flight", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

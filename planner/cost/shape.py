@@ -28,6 +28,13 @@ class Shape:
     vertical_sync: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
     flush_first: int = 0
+    split_backward: Literal["joint", "early"] = "joint"
+    order: None = None
+
+    @property
+    def rank_stages(self) -> jpipe.schedules.Ranks:
+        """One stage for each rank."""
+        return tuple((s,) for s in range(len(self.replicas)))
 
     @property
     def depth(self) -> int:

@@ -1,0 +1,25 @@
+"""Interleaved 1F1B: each rank runs several chunks by turns, so that the bubble of 1F1B shrinks by their number.
+
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each of which takes F / v and B / v:
+Bubble of a batch: (d - 1) (F + B) / v on d ranks, where m is a multiple of d. The price: v times as many transfers, and more
+microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from jpipe.schedules._interleaved import flushed_order, unequal_replicas
+from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+
+
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+    return iter(flushed_order(plan, p, microbatches, 2))
+
+
+INTERLEAVED_1F1B = Schedule(
+    name="interleaved_1f1b",
+    flushes=True,
+    order=_order,
+    in_flight=in_flight_of(_order),
+    layout="looped",
+    refusal=unequal_replicas,
+)
