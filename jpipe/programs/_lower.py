@@ -99,7 +99,7 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
         for s in range(plan.depth):
             k = diagonal - s
             if 0 <= k < microbatches:
-                instructions += _loads(plan, s, k)
+                instructions += _loads(plan, s, k, plan.depth - 1)
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
                     instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
@@ -116,6 +116,9 @@ class _Run:
         self.ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
+        # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
+        several = not self.schedule.flushes and plan.depth > len(plan.rank_stages)
+        self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
@@ -174,7 +177,7 @@ class _Run:
         begins = max(worker.clock, ready)
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
-            self.listing.write(begins, *_loads(plan, s, k))
+            self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
         self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
         worker.clock = begins + _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
         if op == "F":
@@ -520,10 +523,11 @@ _COMPUTES = {Load, *COMPUTATIONS.values()}
 _TICKS = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
-def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:
+def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:
+    """What is loaded before the forward of a microbatch at stage s; the labels with that at stage `labels_with`."""
     loads: list[Instruction] = []
     if s == 0:
         loads.append(Load(plan.worker(s, k), k, "inputs"))
-    if s == plan.depth - 1:
-        loads.append(Load(plan.worker(s, k), k, "labels"))
+    if s == labels_with:
+        loads.append(Load(plan.worker(plan.depth - 1, k), k, "labels"))
     return loads

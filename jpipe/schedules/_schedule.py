@@ -176,6 +176,10 @@ class Schedule:
         p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
         return next(entry.op for entry in self.computations(plan, p, 0, 0, 1) if entry.stage == s)
 
+    def fuses(self, plan: Shape, s: int) -> bool:
+        """Whether stage s runs the forward and the backward of a microbatch as one program."""
+        return self.first_op(plan, s) == "FB"
+
     def refuses(self, plan: Shape) -> str:
         """Why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)

@@ -17,8 +17,11 @@ from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     ForwardBackward,
+    ForwardBackwardInput,
     Instruction,
     Program,
     SumSquares,
@@ -145,6 +148,12 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             return ("backward",)
         case ForwardBackward():
             return ("forward_backward",)
+        case BackwardInput():
+            return ("backward_input",)
+        case BackwardWeight():
+            return ("backward_weight",)
+        case ForwardBackwardInput():
+            return ("forward_backward_input",)
         case AllReduce():
             return "add", "finish"
         case TakeShared():
