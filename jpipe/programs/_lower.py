@@ -152,7 +152,7 @@ class _Run:
             while all(map(self._settle, workers)) and position[rank] < len(order) and self._compute(order[position[rank]], workers):
                 position[rank] += 1
         stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-        if stuck:
+        if stuck and drain:  # otherwise they may wait for what others do once they have the next batch
             raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: ranks {stuck} wait for each other")
         if drain:
             self._drain(end)

@@ -25,7 +25,7 @@ Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 
 from typing import Any
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, refused_chunks
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -96,7 +96,7 @@ def _refused_chunks(plan: Shape) -> str:
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
             f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
         )
-    return unequal_replicas(plan)
+    return refused_chunks(plan)
 
 
 def _norm_refusal(plan: Shape) -> str:

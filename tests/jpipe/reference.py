@@ -56,7 +56,7 @@ def version(plan, s: int, k: int) -> int:
 def done_interleaved(plan, s: int, n: int) -> int:
     """The backwards that a rank of several chunks has done for stage s before the forward of its n-th microbatch: by doing them all."""
     ranks = len(plan.rank_stages)
-    chunks, warm_up = plan.depth // ranks, (plan.depth // ranks - 1) * ranks + (2 + plan.extra_in_flight) * (ranks - 1 - s % ranks)
+    chunks, warm_up = plan.depth // ranks, (plan.depth // ranks - 1) * ranks + 2 * (ranks - 1 - s % ranks)
     forward = backward = done = 0
     while True:
         group, place = divmod(forward, ranks * chunks)
