@@ -13,6 +13,7 @@ from jpipe.programs._instructions import (
     COMPUTATIONS,
     AddShared,
     AllReduce,
+    Computation,
     Evaluate,
     Instruction,
     Load,
@@ -22,7 +23,9 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.schedules import SCHEDULES, Compute
+from jpipe.programs._timeline import Span, format_grid
+from jpipe.programs._walk import ProgramError
+from jpipe.schedules import SCHEDULES, Compute, Op
 
 
 def lower(
@@ -54,6 +57,7 @@ def lower(
 
     Raises:
         InputError: batches out of order, or the global norm with a schedule that cannot use it.
+        ProgramError: the order of the plan deadlocks; the message ends with the grid up to there.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
@@ -153,9 +157,24 @@ class _Run:
                 position[rank] += 1
         stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
         if stuck and drain:  # otherwise they may wait for what others do once they have the next batch
-            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: ranks {stuck} wait for each other")
+            raise self._deadlock({rank: orders[rank][position[rank]] for rank in stuck})
         if drain:
             self._drain(end)
+
+    def _deadlock(self, waiting: dict[int, Compute]) -> ProgramError:
+        """The error that shows which computations of which ranks wait for each other."""
+        plan, rows = self.plan, [list[Span]() for _ in self.ranks]
+        for i, time in self.listing.computations():
+            op, rank, (s, _) = _OPS[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
+            chunk = plan.rank_workers[rank].index(i.worker)
+            rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
+        notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
+        what = f"{plan.schedule}: the order deadlocks, ranks {list(waiting)} wait for each other"
+        return ProgramError(f"{what}\n{format_grid(rows, notes)}")
+
+    def _ticks(self, op: Op, s: int) -> int:
+        """How long a computation takes: one that recomputes one tick more."""
+        return _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
 
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
         """The schedule's order up to the first forward that needs batch `batches`."""
@@ -179,7 +198,7 @@ class _Run:
             self._update_before(worker, k, version, begins)
             self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
         self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
-        worker.clock = begins + _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
+        worker.clock = begins + self._ticks(op, s)
         if op == "F":
             self._after_forward(worker, k)
         if entry.gives_gradient:
@@ -511,6 +530,11 @@ class _Listing:
         self._instructions += instructions
         self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
 
+    def computations(self) -> list[tuple[Computation, int]]:
+        """The computations and their starts, rank by rank in order."""
+        pairs = zip(self._instructions, self._keys, strict=True)
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Computation)]
+
     def in_order(self) -> list[Instruction]:
         """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
 
@@ -520,7 +544,8 @@ class _Listing:
 
 
 _COMPUTES = {Load, *COMPUTATIONS.values()}
-_TICKS = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
+_OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
+_TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
 def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:

@@ -224,19 +224,19 @@ class _Buffers:
 
     def __init__(self) -> None:
         self.residuals = self.other = 0
-        self._held: dict[tuple[int, str, int], list[tuple[int, int]]] = {}  # (id, bytes) of arrays, by worker, kind and microbatch
+        self._held: dict[int, dict[tuple[str, int], list[tuple[int, int]]]] = {}  # (id, bytes) of arrays, by worker and buffer
         self._uses: dict[int, list[int]] = {}  # of each array: as a residual, as another buffer
 
     def look(self, worker: int, buffers: Mapping[tuple[str, int], Any]) -> None:
         """Note what is new in a worker's buffers, and what is gone."""
-        now = {(worker, *name) for name in buffers}
-        for name in [name for name in self._held if name[0] == worker and name not in now]:
-            for leaf, size in self._held.pop(name):
-                self._count(leaf, size, name[1], -1)
-        for name in now - self._held.keys():
-            self._held[name] = [(id(leaf), leaf.nbytes) for leaf in jax.tree.leaves(buffers[name[1:]])]
-            for leaf, size in self._held[name]:
-                self._count(leaf, size, name[1], 1)
+        held = self._held.setdefault(worker, {})
+        for name in held.keys() - buffers.keys():
+            for leaf, size in held.pop(name):
+                self._count(leaf, size, name[0], -1)
+        for name in buffers.keys() - held.keys():
+            held[name] = [(id(leaf), leaf.nbytes) for leaf in jax.tree.leaves(buffers[name])]
+            for leaf, size in held[name]:
+                self._count(leaf, size, name[0], 1)
 
     def _count(self, leaf: int, size: int, kind: str, change: int) -> None:
         uses = self._uses.setdefault(leaf, [0, 0])
