@@ -4,15 +4,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jpipe.schedules._schedule import Compute, Op, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
+from jpipe.schedules.dualpipe_v import DUALPIPE_V
 from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.interleaved_1f1b import INTERLEAVED_1F1B
+from jpipe.schedules.looped_bfs import LOOPED_BFS
 from jpipe.schedules.naive import NAIVE
 from jpipe.schedules.pipedream import PIPEDREAM
 from jpipe.schedules.pipedream_2bw import PIPEDREAM_2BW
 from jpipe.schedules.pipedream_flush import PIPEDREAM_FLUSH
-from jpipe.schedules.zb_h1 import ZB_H1
+from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
+from jpipe.schedules.zero_bubble.zb_h1 import ZB_H1
+from jpipe.schedules.zero_bubble.zb_h2 import ZB_H2
+from jpipe.schedules.zero_bubble.zb_v import ZB_V
 
-_BY_NAME = {schedule.name: schedule for schedule in (NAIVE, GPIPE, PIPEDREAM_FLUSH, PIPEDREAM, PIPEDREAM_2BW, INTERLEAVED_1F1B, ZB_H1)}
+_ONE_STAGE = (NAIVE, GPIPE, PIPEDREAM_FLUSH, PIPEDREAM, PIPEDREAM_2BW)
+_CHUNKS = (INTERLEAVED_1F1B, LOOPED_BFS, DUALPIPE_V)
+_ZERO_BUBBLE = (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE)
+_BY_NAME = {schedule.name: schedule for schedule in (*_ONE_STAGE, *_CHUNKS, *_ZERO_BUBBLE)}
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 """The schedules by the names that plans use."""
