@@ -104,7 +104,13 @@ def refused_chunks(plan: Shape) -> str:
         return ""
     if plan.extra_in_flight:
         return f"extra_in_flight is for one stage for each rank, found {plan.extra_in_flight} and several stages on a rank; remove it"
+    return unequal_replicas(plan)
+
+
+def unequal_replicas(plan: Shape) -> str:
+    """Why a schedule that needs as many replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:
+        several = " with several stages on a rank" if plan.depth > len(plan.rank_stages) else ""
         found = f"found replicas {list(plan.replicas)}; give all stages the same number"
-        return f"the schedule '{plan.schedule}' with several stages on a rank needs equally many replicas of each, {found}"
+        return f"the schedule '{plan.schedule}'{several} needs equally many replicas of each stage, {found}"
     return ""

@@ -14,7 +14,7 @@ microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.
 
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._interleaved import flushed_order, refused_chunks
+from jpipe.schedules._interleaved import flushed_order, unequal_replicas
 from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
 
 
@@ -28,5 +28,5 @@ INTERLEAVED_1F1B = Schedule(
     order=_order,
     in_flight=in_flight_of(_order),
     layout="looped",
-    refusal=refused_chunks,
+    refusal=unequal_replicas,
 )
