@@ -250,8 +250,8 @@ class _Worker:
         x, labels = held.take_inputs(k)
         version, before = i.version + self.version_shift, held.layer_state
         arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
-        (gradient, held.layer_state, saved), self.done = self.calls["forward_backward_input"](*arguments)
-        held.buffers["stash", k] = self.functions.rest_fused(before, x, labels, saved)
+        (gradient, held.layer_state, made), self.done = self.calls["forward_backward_input"](*arguments)
+        held.buffers["stash", k] = self.functions.stash_of((before, x, labels), held.layer_state, made)
         self.keep_gradient(k, gradient)
 
     def backward_weight(self, i: BackwardWeight) -> None:
