@@ -58,8 +58,8 @@ class Pipeline:
             its total weight, so microbatches with padding or masks count for what they hold.
         optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
             does not is detected and rejected by `init`.
-        devices: where the workers run, one for each, stage by stage; by default the plan's placement among the devices of all
-            processes, several neighbouring workers to a device where there are too few.
+        devices: where the ranks run, one for each, in order; by default the plan's placement among the devices of all processes,
+            several neighbouring ranks to a device where there are too few. (Without chunks a rank is a stage, or a replica of it.)
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
             each update is made when it arrives.

@@ -37,7 +37,7 @@ def _through(equation: Any, into: list[int]) -> list[int]:
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
         return [_union(into)] * len(equation.outvars)
     if name == "scan":
-        return _through_scan(body, into, *_scan_parts(equation, body))
+        return _through_scan(body, into, *scan_parts(equation, body))
     return reached(body, into)
 
 
@@ -66,7 +66,7 @@ def _through_scan(body: Any, into: list[int], consts: int, carry: int) -> list[i
         into[consts : consts + carry] = fed_back
 
 
-def _scan_parts(equation: Any, body: Any) -> tuple[int, int]:
+def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
     """How many constants and how many carried arrays a scan has. Told from shapes, since JAX versions name its parameters differently:
     what is scanned over, and what is stacked, has one dim less inside."""
     scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))

@@ -2,10 +2,25 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from jpipe.errors import InputError, nearest
 from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
+
+
+class Passed(NamedTuple):
+    """Arrays that one stage gives to the next and keeps itself.
+
+    Attributes:
+        size: in bytes.
+        sender: the computation after which the stage before lets go of them: "I", a backward or its first half, or "W", its second half.
+        receiver: that after which the stage itself lets go of them: "F", "I" or "W".
+    """
+
+    size: int
+    sender: Literal["I", "W"]
+    receiver: Literal["F", "I", "W"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class StageCost:
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
+        passed: the arrays of the stage input that the stage before keeps, too. If both are on one rank, they are there once.
     """
 
     forward: float = 1.0
@@ -53,6 +69,7 @@ class StageCost:
     accumulators: int = 0
     temporary: int = 0
     shared: tuple[int, ...] = ()
+    passed: tuple[Passed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,12 +148,15 @@ Network = Callable[[int, int], Link]
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
-    """The costs of timelines and of the total order: a forward takes 1, a backward 2, one that recomputes 3; nothing has a size.
+    """The costs of timelines and of the total order: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
+
+    A backward that recomputes takes 3, its first half 2.
 
     Returns:
         One cost for each stage of the plan.
     """
-    return tuple(StageCost(backward=2.0 if stage.recompute == "none" else 3.0) for stage in plan.stages)
+    again = (0.0 if stage.recompute == "none" else 1.0 for stage in plan.stages)
+    return tuple(StageCost(backward=2.0 + more, backward_input=1.0 + more) for more in again)
 
 
 def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:

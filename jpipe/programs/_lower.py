@@ -13,6 +13,7 @@ from jpipe.programs._instructions import (
     COMPUTATIONS,
     AddShared,
     AllReduce,
+    Computation,
     Evaluate,
     Instruction,
     Load,
@@ -22,7 +23,9 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.schedules import SCHEDULES, Compute
+from jpipe.programs._timeline import Span, format_grid
+from jpipe.programs._walk import ProgramError
+from jpipe.schedules import SCHEDULES, Compute, Op
 
 
 def lower(
@@ -54,6 +57,7 @@ def lower(
 
     Raises:
         InputError: batches out of order, or the global norm with a schedule that cannot use it.
+        ProgramError: the order of the plan deadlocks; the message ends with the grid up to there.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
@@ -99,7 +103,7 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
         for s in range(plan.depth):
             k = diagonal - s
             if 0 <= k < microbatches:
-                instructions += _loads(plan, s, k)
+                instructions += _loads(plan, s, k, plan.depth - 1)
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
                     instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
@@ -116,6 +120,9 @@ class _Run:
         self.ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
+        # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
+        several = not self.schedule.flushes and plan.depth > len(plan.rank_stages)
+        self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
@@ -149,10 +156,25 @@ class _Run:
             while all(map(self._settle, workers)) and position[rank] < len(order) and self._compute(order[position[rank]], workers):
                 position[rank] += 1
         stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-        if stuck:
-            raise AssertionError(f"schedule '{self.plan.schedule}' deadlocks: ranks {stuck} wait for each other")
+        if stuck and drain:  # otherwise they may wait for what others do once they have the next batch
+            raise self._deadlock({rank: orders[rank][position[rank]] for rank in stuck})
         if drain:
             self._drain(end)
+
+    def _deadlock(self, waiting: dict[int, Compute]) -> ProgramError:
+        """The error that shows which computations of which ranks wait for each other."""
+        plan, rows = self.plan, [list[Span]() for _ in self.ranks]
+        for i, time in self.listing.computations():
+            op, rank, (s, _) = _OPS[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
+            chunk = plan.rank_workers[rank].index(i.worker)
+            rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
+        notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
+        what = f"{plan.schedule}: the order deadlocks, ranks {list(waiting)} wait for each other"
+        return ProgramError(f"{what}\n{format_grid(rows, notes)}")
+
+    def _ticks(self, op: Op, s: int) -> int:
+        """How long a computation takes: one that recomputes one tick more."""
+        return _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
 
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
         """The schedule's order up to the first forward that needs batch `batches`."""
@@ -174,9 +196,9 @@ class _Run:
         begins = max(worker.clock, ready)
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
-            self.listing.write(begins, *_loads(plan, s, k))
+            self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
         self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
-        worker.clock = begins + _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
+        worker.clock = begins + self._ticks(op, s)
         if op == "F":
             self._after_forward(worker, k)
         if entry.gives_gradient:
@@ -508,6 +530,11 @@ class _Listing:
         self._instructions += instructions
         self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
 
+    def computations(self) -> list[tuple[Computation, int]]:
+        """The computations and their starts, rank by rank in order."""
+        pairs = zip(self._instructions, self._keys, strict=True)
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Computation)]
+
     def in_order(self) -> list[Instruction]:
         """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
 
@@ -517,13 +544,15 @@ class _Listing:
 
 
 _COMPUTES = {Load, *COMPUTATIONS.values()}
-_TICKS = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
+_OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
+_TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
-def _loads(plan: Plan, s: int, k: int) -> list[Instruction]:
+def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:
+    """What is loaded before the forward of a microbatch at stage s; the labels with that at stage `labels_with`."""
     loads: list[Instruction] = []
     if s == 0:
         loads.append(Load(plan.worker(s, k), k, "inputs"))
-    if s == plan.depth - 1:
-        loads.append(Load(plan.worker(s, k), k, "labels"))
+    if s == labels_with:
+        loads.append(Load(plan.worker(plan.depth - 1, k), k, "labels"))
     return loads

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.programs._costs import Network, StageCost
+from jpipe.programs._costs import Network, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -125,20 +125,20 @@ class Predictor:
             worker.ready["activation", i.microbatch] = worker.rank.clock
         worker.memory.in_flight += 1
         made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
-        worker.memory.compute(made, cost.inputs + cost.labels)
+        worker.memory.compute(made, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "F"))
 
     def _backward(self, worker: "_Worker", i: Backward) -> None:
         cost = worker.cost
         worker.compute("B", i, "gradient", cost.backward)
         worker.memory.in_flight -= 1
-        worker.memory.compute(cost.gradient, cost.residuals + cost.message)
+        worker.memory.compute(cost.gradient, cost.residuals + cost.message - self._kept_by_other(worker, i.microbatch, "IW"))
         self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
 
     def _forward_backward(self, worker: "_Worker", i: ForwardBackward) -> None:
         cost = worker.cost
         worker.compute("FB", i, "activation", cost.forward + cost.backward)
-        worker.memory.compute(cost.gradient, cost.inputs + cost.labels)
+        worker.memory.compute(cost.gradient, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "FIW"))
         self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
 
@@ -147,21 +147,39 @@ class Predictor:
         worker.compute("I", i, "gradient", cost.backward_input)
         worker.memory.in_flight -= 1
         worker.memory.stashes += 1
-        worker.memory.compute(cost.gradient + cost.stash, cost.residuals + cost.message)
+        kept = self._kept_by_other(worker, i.microbatch, "I")
+        worker.memory.compute(cost.gradient + cost.stash, cost.residuals + cost.message - kept)
         self._gradient(worker, i.microbatch)
 
     def _forward_backward_input(self, worker: "_Worker", i: ForwardBackwardInput) -> None:
         cost = worker.cost
         worker.compute("FI", i, "activation", cost.forward + cost.backward_input)
         worker.memory.stashes += 1
-        worker.memory.compute(cost.gradient + cost.stash, cost.inputs + cost.labels)
+        kept = self._kept_by_other(worker, i.microbatch, "FI")
+        worker.memory.compute(cost.gradient + cost.stash, cost.inputs + cost.labels - kept)
         self._gradient(worker, i.microbatch)
 
     def _backward_weight(self, worker: "_Worker", i: BackwardWeight) -> None:
         worker.compute("W", i, "", worker.cost.backward_weight)
         worker.memory.stashes -= 1
-        worker.memory.compute(0, worker.cost.stash)
+        worker.memory.compute(0, worker.cost.stash - self._kept_by_other(worker, i.microbatch, "W"))
         self._accumulate(worker, i.microbatch)
+
+    def _kept_by_other(self, worker: "_Worker", k: int, computed: str) -> int:
+        """The bytes that a worker lets go of after these halves of its computations, and another worker of its rank still keeps."""
+        gone = 0
+        for receiver, side in ((worker, "receiver"), (self._next_on_rank(worker), "sender")):
+            if receiver is not None and k in receiver.passed:
+                left = [arrays for arrays in receiver.passed[k] if getattr(arrays, side) not in computed]
+                gone += sum(arrays.size for arrays in receiver.passed[k]) - sum(arrays.size for arrays in left)
+                receiver.passed[k] = left
+                if not left:
+                    del receiver.passed[k]
+        return gone
+
+    def _next_on_rank(self, worker: "_Worker") -> "_Worker | None":
+        """The worker of the next stage, if it is on the same rank."""
+        return next((other for other in worker.rank.workers if other.stage == worker.stage + 1), None)
 
     def _gradient(self, worker: "_Worker", k: int) -> None:
         """Note when the input gradient of a microbatch can be sent."""
@@ -190,12 +208,16 @@ class Predictor:
             size = arrives = self._shared_bytes(worker.stage, peer.stage)
         else:
             size, arrives = 0, 0
+        if worker.rank is peer.rank and i.message == "activation":
+            arrives -= sum(arrays.size for arrays in peer.cost.passed)
         peer.memory.add(arrives)
         ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
         if i.message == "shared":
             key = f"shared of stage {worker.stage}", i.microbatch
         if worker.rank is peer.rank:
             peer.ready[key] = ready
+            if i.message == "activation" and peer.cost.passed:
+                peer.passed[i.microbatch] = list(peer.cost.passed)
             return
         worker.rank.moved += size
         peer.ready[key] = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
@@ -264,13 +286,13 @@ class _Rank:
         self.number = number
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
         self.spans: list[Span] = []
-        self.memories: list[_Memory] = []
+        self.workers: list[_Worker] = []
         self.held = self.peak = self.peak_running = 0
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
         """Count what all its workers hold at the beginning."""
-        self.held = self.peak = sum(memory.at_first for memory in self.memories)
+        self.held = self.peak = sum(worker.memory.at_first for worker in self.workers)
         self.sample()
 
     def wait(self, until: float) -> None:
@@ -291,10 +313,10 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        weights, *others = (memory.weights for memory in self.memories)
+        weights, *others = (worker.memory.weights for worker in self.workers)
         for more in others:
             weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
-        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(memory.parts() for memory in self.memories), strict=True))
+        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
         other = self.held - sum(weights.values()) - optimizer - accumulators - residuals
         self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
 
@@ -306,6 +328,8 @@ class _Worker:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
         self.memory = _Memory(cost, versions, rank)
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
+        self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
+        rank.workers.append(self)
 
     def wait(self, until: float) -> None:
         self.rank.wait(until)
@@ -329,7 +353,6 @@ class _Memory:
         self.in_flight = 0  # microbatches between their forward and their backward, or its first half
         self.stashes = 0  # microbatches between the two halves of their backward
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
-        rank.memories.append(self)
 
     def add(self, size: int) -> None:
         self.rank.add(size)

@@ -7,11 +7,7 @@ from jpipe.programs._costs import Link, Network, StageCost, unit_costs
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
-from jpipe.programs._walk import Violation, walk
-
-
-class ProgramError(ValueError):
-    """A program that would not run as its schedule says; the message ends with the grid up to the violation."""
+from jpipe.programs._walk import ProgramError, Violation, walk
 
 
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:

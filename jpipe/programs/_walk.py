@@ -9,6 +9,10 @@ from jpipe.programs._instructions import AddShared, AllReduce, Instruction, Prog
 _NEED_SUM = Update, SumSquares, TakeShared, AddShared
 
 
+class ProgramError(ValueError):
+    """A program that would not run as its schedule says; the message ends with the grid up to the violation."""
+
+
 class Violation(Exception):
     """A rule that a program breaks.
 

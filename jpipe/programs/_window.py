@@ -13,14 +13,14 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 
 @dataclass(frozen=True)
 class Window:
-    """From the first forward of one batch at worker 0 to that of a later batch: whole periods of the pipeline.
+    """From the first forward of one batch to that of a later batch: whole periods of the pipeline.
 
     Attributes:
-        timeline: the spans of each worker inside, cut off at both ends; in seconds from the beginning of the window.
-        memory: what each worker holds inside, beginning with what it held before.
+        timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.
+        memory: what each rank holds inside, beginning with what it held before.
         seconds: length of the window.
         batches: how many batches entered the pipeline.
-        bubble: share of the workers' time in which they neither compute nor update.
+        bubble: share of the ranks' time in which they neither compute nor update.
     """
 
     timeline: Timeline
@@ -36,7 +36,7 @@ class Window:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most bytes of arrays that each worker holds after a computation."""
+        """The most bytes of arrays that each rank holds after a computation."""
         return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
 
 
@@ -45,7 +45,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
 
     Args:
         timeline: of the run, in seconds, microbatches counted as in the run.
-        memory: of the run; may be empty for each worker.
+        memory: of the run; may be empty for each rank.
         microbatches: m, of one batch.
         first: the batch whose entry is the beginning.
         batches: how many batches later the window ends.
@@ -53,7 +53,9 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
     Raises:
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
     """
-    entries = {span.microbatch: span.start for span in timeline[0] if span.op != "B"}
+    entries: dict[int, float] = {}  # when each microbatch enters the first stage
+    for span in (span for spans in timeline for span in spans if span.op[0] == "F"):
+        entries[span.microbatch] = min(span.start, entries.get(span.microbatch, span.start))
     try:
         begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
     except KeyError as missing:
@@ -77,7 +79,7 @@ def predict_window(
         first: the batch whose entry is the beginning, counted as in the run.
         batches: how many batches later the window ends.
         global_norm: whether updates use the norm of the gradients of all stages.
-        link: between the workers, as in `simulate`.
+        link: between the ranks, as in `simulate`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm, shared=shared_stages(costs))

@@ -12,10 +12,13 @@ from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Data,
     Evaluate,
     Forward,
     ForwardBackward,
+    ForwardBackwardInput,
     Instruction,
     Load,
     Program,
@@ -213,14 +216,14 @@ class _Worker:
 
     def backward(self, i: Backward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
-        kept, saved = held.buffers.pop(("residuals", k))
-        message = arrived(held.buffers.pop(("message", k)))
+        kept, saved, message = self.take_residuals(k)
         version = i.version + self.version_shift
         params = held.versions[version]
         (gradient, held.accumulators), self.done = self.calls["backward"](
             params, kept, saved, message, self.taken_accumulators(params), self.rng(k), held.scale(version)
         )
-        self.after_backward(k, gradient)
+        self.keep_gradient(k, gradient)
+        self.after_backward(k)
 
     def forward_backward(self, i: ForwardBackward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
@@ -229,16 +232,54 @@ class _Worker:
         params = held.versions[version]
         arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
         (gradient, held.accumulators, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
-        self.after_backward(k, gradient)
+        self.keep_gradient(k, gradient)
+        self.after_backward(k)
+
+    def backward_input(self, i: BackwardInput) -> None:
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        kept, saved, message = self.take_residuals(k)
+        version = i.version + self.version_shift
+        (gradient, stash), self.done = self.calls["backward_input"](
+            held.versions[version], kept, saved, message, self.rng(k), held.scale(version)
+        )
+        held.buffers["stash", k] = self.functions.rest(kept, saved, message), stash
+        self.keep_gradient(k, gradient)
+
+    def forward_backward_input(self, i: ForwardBackwardInput) -> None:
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        x, labels = held.take_inputs(k)
+        version, before = i.version + self.version_shift, held.layer_state
+        arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
+        (gradient, held.layer_state, made), self.done = self.calls["forward_backward_input"](*arguments)
+        held.buffers["stash", k] = self.functions.stash_of((before, x, labels), held.layer_state, made)
+        self.keep_gradient(k, gradient)
+
+    def backward_weight(self, i: BackwardWeight) -> None:
+        held, k = self.held, i.microbatch + self.microbatch_shift
+        rest, stash = held.buffers.pop(("stash", k))
+        version = i.version + self.version_shift
+        params = held.versions[version]
+        held.accumulators, self.done = self.calls["backward_weight"](
+            params, rest, stash, self.taken_accumulators(params), self.rng(k), held.scale(version)
+        )
+        self.after_backward(k)
+
+    def take_residuals(self, k: int) -> tuple[Any, Tree, Tree]:
+        """(kept arguments and outputs, saved arrays, gradient message) for the backward of a microbatch."""
+        kept, saved = self.held.buffers.pop(("residuals", k))
+        return kept, saved, arrived(self.held.buffers.pop(("message", k)))
 
     def taken_accumulators(self, params: Tree) -> Tree:
         """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
         return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
 
-    def after_backward(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient for its send; set the accumulators aside if they are complete and wait for their update."""
+    def keep_gradient(self, k: int, gradient: Tree) -> None:
+        """Keep the input gradient for its send."""
         if not self.functions.first:
             self.held.buffers["gradient", k] = gradient
+
+    def after_backward(self, k: int) -> None:
+        """Set the accumulators aside if they are complete and wait for their update."""
         if self.sets_aside:
             every = self.plan.microbatches_per_update(self.stage)
             if (k + self.replicas) // every > k // every:
@@ -382,6 +423,9 @@ _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
     Forward: _Worker.forward,
     Backward: _Worker.backward,
     ForwardBackward: _Worker.forward_backward,
+    BackwardInput: _Worker.backward_input,
+    BackwardWeight: _Worker.backward_weight,
+    ForwardBackwardInput: _Worker.forward_backward_input,
     Send: _Worker.send,
     Receive: _Worker.receive,
     TakeShared: _Worker.take_shared,

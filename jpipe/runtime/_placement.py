@@ -10,38 +10,43 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.Device, ...]:
-    """The device of each worker.
+    """The device of each worker, which is that of its rank.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.
-        devices: one for each worker, in their order. None: all devices of all processes, by process; if there are fewer devices than
-            workers, neighbouring workers share one.
+        devices: one for each rank, in their order. None: all devices of all processes, by process; if there are fewer devices than
+            ranks, neighbouring ranks share one.
 
     Raises:
         InputError: the number of devices does not fit (the message lists workers and devices), or they are of different kinds.
     """
-    count = len(plan.workers)
+    of_ranks = _place_ranks(plan, devices)
+    return _one_kind(plan, tuple(of_ranks[rank] for rank in plan.rank_of))
+
+
+def _place_ranks(plan: Plan, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
+    count = len(plan.rank_workers)
     if devices is not None:
         if len(devices) != count:
-            each = "stage" if count == plan.depth else "worker"
+            each = "stage" if count == plan.depth == len(plan.workers) else "rank"
             raise InputError(f"devices: expected {count}, one for each {each}, found {len(devices)}")
-        return _one_kind(plan, tuple(devices))
+        return devices
     everywhere = _everywhere()
     if plan.placement is not None:
-        numbers = [number for replicas in plan.placement for number in replicas]
+        numbers = [number for ranks in plan.placement for number in ranks]
         if max(numbers) >= len(everywhere):
             found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1}); name one of them"
             raise InputError(f"plan: placement names device {max(numbers)}, but {found}", *_both_grids(plan, everywhere))
-        return _one_kind(plan, tuple(everywhere[number] for number in numbers))
+        return [everywhere[number] for number in numbers]
     processes = jax.process_count()
     if processes > 1 and count < len(everywhere):
         raise InputError(
-            f"plan: expected at least as many workers as devices in a run of {processes} processes, found {count} workers for "
+            f"plan: expected at least as many ranks as devices in a run of {processes} processes, found {count} ranks for "
             f"{len(everywhere)} devices; change stages, replicas or the number of processes, or name the devices in placement",
             *_both_grids(plan, everywhere),
         )
-    placed = {w: everywhere[n * min(len(everywhere), count) // count] for n, w in enumerate(plan.placing_order)}
-    return _one_kind(plan, tuple(placed[w] for w in range(count)))
+    placed = {rank: everywhere[n * min(len(everywhere), count) // count] for n, rank in enumerate(plan.placing_order)}
+    return [placed[rank] for rank in range(count)]
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:

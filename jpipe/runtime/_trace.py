@@ -1,4 +1,4 @@
-"""Traces of a pipeline: when each computation runs and what each worker holds, measured during training."""
+"""Traces of a pipeline: when each computation runs and what each rank holds, measured during training."""
 
 import itertools
 import queue
@@ -6,9 +6,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,13 +16,13 @@ from jpipe.errors import InputError
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import Backward, Forward, ForwardBackward, SumSquares, Update
+from jpipe.programs._instructions import COMPUTATIONS, Computation, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
 
-_OPS: dict[type, Op] = {Forward: "F", Backward: "B", ForwardBackward: "FB"}
+_OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Trace:
     """A measurement.
 
     Attributes:
-        timeline: the spans of each worker, in seconds from the start of the trace.
-        memory: the bytes that each worker holds after each of its computations.
+        timeline: the spans of each rank, in seconds from the start of the trace.
+        memory: the bytes that each rank holds after each of its computations.
     """
 
     timeline: Timeline
@@ -41,7 +41,7 @@ class Trace:
 class Tracer:
     """Measures some steps: pass it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
 
-    A thread for each worker waits for its computations, one after the other, and records when each ends. A computation is taken to begin
+    A thread for each rank waits for its computations, one after the other, and records when each ends. A computation is taken to begin
     when it is dispatched, its input has arrived, and the computation before it on its device has ended. The run does not wait for the
     measurement, but it costs tens to hundreds of microseconds per computation: measure a few steps, not the whole run. A `with`
     statement closes an unfinished tracer.
@@ -61,14 +61,18 @@ class Tracer:
         self._began = time.perf_counter()
         self._open = True
         _switch_often(True)
-        self._watchers = [_Watcher(self._began) for _ in plan.workers]
+        self._watchers = [_Watcher(self._began, len(workers)) for workers in plan.rank_workers]
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
         self._global_norm |= isinstance(event.instruction, SumSquares)
+        w = event.instruction.worker
+        watcher = self._watchers[self._plan.rank_of[w]]
         if event.done is not None:
-            assert isinstance(event.instruction, Forward | Backward | ForwardBackward | Update)
-            self._watchers[event.instruction.worker].watch(event.instruction, event.done, event.state)
+            assert isinstance(event.instruction, Computation | Update)
+            watcher.watch(event.instruction, event.done, w, event.state)
+        elif watcher.is_shared:
+            watcher.look(w, event.state)
 
     def finish(self) -> Trace:
         """Wait until all dispatched computations have ended, and return the measurement.
@@ -81,7 +85,7 @@ class Tracer:
             if watcher.error is not None:
                 raise watcher.error
         timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._global_norm)
-        return Trace(timeline, tuple(tuple(watcher.samples) for watcher in self._watchers))
+        return Trace(timeline, tuple(watcher.memory() for watcher in self._watchers))
 
     def close(self) -> None:
         """Stop measuring when all dispatched computations have ended."""
@@ -113,7 +117,7 @@ def _switch_often(begin: bool) -> None:
         sys.setswitchinterval(_usual_interval)
 
 
-_Instruction = Forward | Backward | ForwardBackward | Update
+_Instruction = Computation | Update
 
 
 @dataclass(frozen=True)
@@ -125,21 +129,31 @@ class _Computation:
 
 
 class _Watcher:
-    """The thread that waits for one worker's computations."""
+    """The thread that waits for the computations of one rank.
 
-    def __init__(self, began: float) -> None:
+    Attributes:
+        is_shared: whether several workers take turns on the rank.
+    """
+
+    def __init__(self, began: float, workers: int) -> None:
         self.computations: list[_Computation] = []
-        self.samples: list[MemorySample] = []
         self.error: Exception | None = None
+        self.is_shared = workers > 1
         self._began = began
-        self._sizes: dict[Any, int] = {}  # of parts of constant size: each version, optimizer state, accumulators, layer state
-        self._buffers: dict[tuple[str, int], int] = {}  # sizes of the current buffers
-        self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, MemorySample] | None] = queue.SimpleQueue()
+        self._sizes: dict[int, dict[Any, int]] = {}  # by worker, of parts of constant size: versions, optimizer, accumulators, layer state
+        self._parts: dict[int, _Parts] = {}
+        self._first_parts: dict[int, _Parts] = {}
+        self._buffers = _Buffers()
+        self._samples: list[_Sample] = []
+        self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, _Sample] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def watch(self, instruction: _Instruction, done: jax.Array, state: WorkerState) -> None:
-        self._queue.put((instruction, done, time.perf_counter() - self._began, self._sample(state)))
+    def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
+        """Note a computation of a worker, and what the rank holds when it is over."""
+        self.look(worker, state)
+        sample = _Sample(0.0, dict(self._parts), self._buffers.residuals, self._buffers.other)
+        self._queue.put((instruction, done, time.perf_counter() - self._began, sample))
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -153,59 +167,116 @@ class _Watcher:
                 end = time.perf_counter() - self._began
                 (device,) = done.devices()
                 self.computations.append(_Computation(instruction, device, dispatched, end))
-                self.samples.append(sample._replace(time=end))
+                self._samples.append(sample._replace(time=end))
         except Exception as error:  # `finish` raises it
             self.error = error
 
-    def _sample(self, state: WorkerState) -> MemorySample:
-        """What the worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
-        sizes, held = self._sizes, self._buffers
+    def look(self, worker: int, state: WorkerState) -> None:
+        """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
+        sizes = self._sizes.setdefault(worker, {})
         named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-        for name in held.keys() - state.buffers.keys():
-            del held[name]
-        for kind, k in state.buffers.keys() - held.keys():
-            # An output that is kept for the backward counts as a residual, not also as a message.
-            kept = {id(leaf) for leaf in jax.tree.leaves(state.buffers.get(("residuals", k)))} if kind == "output" else set()
-            held[kind, k] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffers[kind, k]) if id(leaf) not in kept)
-        residuals = sum(size for (kind, _), size in held.items() if kind == "residuals")
-        other = sizes["state"] + sum(held.values()) - residuals
         weights = {version: sizes[version] for version in sorted(state.versions)}
-        return MemorySample(
-            0.0, weights, sizes["optimizer"], sizes["accumulators"] if state.accumulators is not None else 0, residuals, other
-        )
+        accumulators = sizes["accumulators"] if state.accumulators is not None else 0
+        self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
+        self._first_parts.setdefault(worker, self._parts[worker])
+        self._buffers.look(worker, state.buffers)
+
+    def memory(self) -> tuple[MemorySample, ...]:
+        """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
+        found = []
+        for time_, parts, residuals, buffers in self._samples:
+            workers = [parts.get(w, first) for w, first in self._first_parts.items()]
+            numbers = sorted({version for part in workers for version in part.weights})
+            weights = {version: sum(part.weights.get(version, 0) for part in workers) for version in numbers}
+            optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
+            found.append(MemorySample(time_, weights, optimizer, accumulators, residuals, buffers + state))
+        return tuple(found)
 
 
-_Key = tuple[int, str, int]  # worker, F, B, FB or U, microbatch (of an update: batch)
+class _Parts(NamedTuple):
+    """Bytes of a worker: weights by version, optimizer state, accumulators, layer state."""
+
+    weights: dict[int, int]
+    optimizer: int
+    accumulators: int
+    state: int
 
 
-def _timeline(workers: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> Timeline:
+class _Sample(NamedTuple):
+    """What a rank holds: the parts of its workers, so far as they are known, and its buffers."""
+
+    time: float
+    parts: dict[int, _Parts]
+    residuals: int
+    buffers: int
+
+
+class _Buffers:
+    """The bytes of the buffers of a rank; an array that is in several of them counts once, as a residual if it is one.
+
+    Attributes:
+        residuals: bytes of the arrays kept for backwards.
+        other: bytes of all others.
+    """
+
+    def __init__(self) -> None:
+        self.residuals = self.other = 0
+        self._held: dict[int, dict[tuple[str, int], list[tuple[int, int]]]] = {}  # (id, bytes) of arrays, by worker and buffer
+        self._uses: dict[int, list[int]] = {}  # of each array: as a residual, as another buffer
+
+    def look(self, worker: int, buffers: Mapping[tuple[str, int], Any]) -> None:
+        """Note what is new in a worker's buffers, and what is gone."""
+        held = self._held.setdefault(worker, {})
+        for name in held.keys() - buffers.keys():
+            for leaf, size in held.pop(name):
+                self._count(leaf, size, name[0], -1)
+        for name in buffers.keys() - held.keys():
+            held[name] = [(id(leaf), leaf.nbytes) for leaf in jax.tree.leaves(buffers[name])]
+            for leaf, size in held[name]:
+                self._count(leaf, size, name[0], 1)
+
+    def _count(self, leaf: int, size: int, kind: str, change: int) -> None:
+        uses = self._uses.setdefault(leaf, [0, 0])
+        before = list(map(bool, uses))
+        uses[kind not in ("residuals", "stash")] += change
+        self.residuals += size * (bool(uses[0]) - before[0])
+        self.other += size * ((not uses[0] and bool(uses[1])) - (not before[0] and before[1]))
+        if not any(uses):
+            del self._uses[leaf]
+
+
+_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
+
+
+def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> Timeline:
     """Spans from the ends of the computations and from what each had to wait for."""
-    computations = {_key(s, c.instruction): c for s, row in enumerate(workers) for c in row}
+    computations = {_key(c.instruction): c for row in ranks for c in row}
     waits_for = {key: [k for k in _inputs(key, plan, global_norm) if k in computations] for key in computations}
-    for s, own in enumerate(workers):
+    for own in ranks:
         for before, after in itertools.pairwise(own):
-            waits_for[_key(s, after.instruction)].append(_key(s, before.instruction))
+            waits_for[_key(after.instruction)].append(_key(before.instruction))
     ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
-    rows: list[list[Span]] = [[] for _ in workers]
+    rows: list[list[Span]] = [[] for _ in ranks]
     free: dict[jax.Device, float] = {}  # when the previous computation ended
-    for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a worker's order
-        c, row, end = computations[key], rows[key[0]], ends[key]
+    for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order
+        c, end, rank = computations[key], ends[key], plan.rank_of[key[0]]
+        row, chunk = rows[rank], plan.rank_workers[rank].index(key[0])
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
         if not isinstance(c.instruction, Update):
-            row.append(Span(_OPS[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end))
-        elif row:
-            row[-1] = row[-1]._replace(updates=True, update_time=end - start, update_wait=start - row[-1].end)
+            row.append(Span(_OPS[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
+        elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
+            row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
 
 
-def _key(worker: int, instruction: _Instruction) -> _Key:
+def _key(instruction: _Instruction) -> _Key:
     if isinstance(instruction, Update):
-        return worker, "U", instruction.batch
-    return worker, _OPS[type(instruction)], instruction.microbatch
+        return instruction.worker, "U", instruction.batch
+    return instruction.worker, _OPS[type(instruction)], instruction.microbatch
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
@@ -213,17 +284,19 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     worker, op, k = key
     s = plan.workers[worker][0]
     match op:
-        case "F" | "FB":
+        case "F" | "FB" | "FI":
             return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
-        case "B":
-            return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB")] if s + 1 < plan.depth else []
+        case "B" | "I":
+            return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB", "I", "FI")] if s + 1 < plan.depth else []
+        case "W":
+            return []
         case _:
             end = (k + 1) * plan.microbatches_per_update(s)
             summed = 0 if global_norm else s  # the first stage's gradients are the last
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [(plan.worker(summed, j), op, j) for j in microbatches for op in ("B", "FB")]
+            return [(plan.worker(summed, j), op, j) for j in microbatches for op in ("B", "FB", "W")]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -239,33 +312,53 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
     return ends
 
 
-def fit_costs(costs: Sequence[StageCost], timeline: Timeline, replicas: Sequence[int] | None = None) -> tuple[StageCost, ...]:
+def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
     """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
 
-    If forward and backward are one computation, its time is divided in the ratio of `costs`. Times without a measurement become 0.
+    If two of these are one computation, its time is divided in the ratio of `costs`. A whole backward is the sum of its halves where
+    only these were measured, which otherwise keep their ratio. Times without a measurement become 0.
 
     Args:
         costs: one for each stage; their bytes are kept.
-        timeline: in seconds, a row for each worker.
-        replicas: replicas of each stage; one each by default.
+        timeline: in seconds, a row for each rank.
+        plan: what ran; None: one rank for each stage.
 
     Raises:
-        InputError: the number of costs differs from that of the stages in the timeline.
+        InputError: the number of costs or ranks differs from that of the plan, or of the timeline.
     """
-    replicas = (1,) * len(costs) if replicas is None else replicas
-    if len(costs) != len(replicas) or sum(replicas) != len(timeline):
-        raise InputError(f"fit_costs: expected one cost for each of the timeline's {len(timeline)} workers, found {len(costs)}")
-    rows = iter(timeline)
-    return tuple(_fit(cost, [span for _ in range(count) for span in next(rows)]) for cost, count in zip(costs, replicas, strict=True))
+    ranks = [(s,) for s in range(len(costs))] if plan is None else [tuple(plan.workers[w][0] for w in own) for own in plan.rank_workers]
+    stages = len(costs) if plan is None else plan.depth
+    if len(costs) != stages or len(ranks) != len(timeline):
+        raise InputError(
+            f"fit_costs: expected one cost for each of {stages} stages and a timeline of {len(ranks)} ranks, "
+            f"found {len(costs)} costs and {len(timeline)} rows"
+        )
+    own: list[list[Span]] = [[] for _ in costs]
+    for stages_of_rank, row in zip(ranks, timeline, strict=True):
+        for span in row:
+            own[stages_of_rank[span.chunk]].append(span)
+    return tuple(map(_fit, costs, own))
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
-    seconds = {op: [span.end - span.start for span in spans if span.op == op] for op in ("F", "B", "FB")}
+    of = {op: _median([span.end - span.start for span in spans if span.op == op]) for op in COMPUTATIONS}
     update = _median([span.update_time for span in spans if span.updates])
-    if seconds["FB"]:
-        both, share = _median(seconds["FB"]), cost.forward / (cost.forward + cost.backward)
-        return replace(cost, forward=both * share, backward=both * (1 - share), update=update)
-    return replace(cost, forward=_median(seconds["F"]), backward=_median(seconds["B"]), update=update)
+    if of["W"]:
+        forward, first = of["F"], of["I"]
+        if of["FI"] and not forward:
+            share = cost.forward / (cost.forward + cost.backward_input)
+            forward, first = of["FI"] * share, of["FI"] * (1 - share)
+        return replace(
+            cost, forward=forward, backward=first + of["W"], backward_input=first, backward_weight=of["W"], update=update
+        )
+    forward, whole = of["F"], of["B"]
+    if of["FB"]:
+        share = cost.forward / (cost.forward + cost.backward)
+        forward, whole = of["FB"] * share, of["FB"] * (1 - share)
+    first = cost.backward_input / ((cost.backward_input + cost.backward_weight) or 1.0)
+    return replace(
+        cost, forward=forward, backward=whole, backward_input=whole * first, backward_weight=whole * (1 - first), update=update
+    )
 
 
 def _median(values: Sequence[float]) -> float:

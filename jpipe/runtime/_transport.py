@@ -94,7 +94,8 @@ class Transport:
         """Start moving a message about microbatch `k` to the worker `i.to`."""
         Transport.calls += 1
         if i.to in self._local:
-            self._mailbox[i.to, i.message, k] = jax.device_put(tree, self._devices[i.to])
+            same = self._devices[i.worker] == self._devices[i.to]
+            self._mailbox[i.to, i.message, k] = tree if same else jax.device_put(tree, self._devices[i.to])
             return
         link = self._devices[i.worker], self._devices[i.to]
         self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), (link[1].process_index,))

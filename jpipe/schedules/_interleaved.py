@@ -12,6 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._schedule import Compute, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
+_AHEAD = 2
+"""a without a flush: chunks make transfers more frequent, and with 2 microbatches ahead for each link their latency is hidden."""
+
 
 def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Compute]:
     """The order of one batch.
@@ -32,8 +35,8 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
     if plan.depth == len(plan.rank_stages):
         return pipeline_order(plan, p, microbatches)
     replicas, group = plan.replicas[0], len(plan.rank_stages)
-    begun = (microbatches[0] // replicas - plan.flush_first * plan.microbatches // replicas) % group
-    order = iter(fused(plan, _interleaved(plan, p, microbatches, group, begun, 2 + plan.extra_in_flight, None)))
+    begun = max(microbatches[0] - plan.flush_first * plan.microbatches, 0) // replicas % group
+    order = iter(fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None)))
     return split_early(plan, order) if plan.split_backward == "early" else order
 
 
@@ -72,7 +75,7 @@ def endless_done(plan: Shape, s: int, k: int) -> int:
     chunks = plan.depth // ranks
     c, p = divmod(s, ranks)
     a, b = divmod(k // plan.replicas[0], group)
-    warm_up = (chunks - 1) * group + (2 + plan.extra_in_flight) * (ranks - 1 - p)
+    warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p)
     visits = group * (chunks * a + c) + b - warm_up  # backwards of all chunks that the rank has done
     whole, rest = divmod(visits - group * (chunks - 1 - c), group * chunks)
     return max(whole * group + min(rest, group), 0)
@@ -95,9 +98,19 @@ def endless_period(plan: Shape) -> int:
     return math.lcm(own, len(plan.rank_stages)) // own
 
 
-def unequal_replicas(plan: Shape) -> str:
+def refused_chunks(plan: Shape) -> str:
     """Why ranks of several chunks cannot run this plan, or ""."""
-    if plan.depth > len(plan.rank_stages) and len(set(plan.replicas)) > 1:
+    if plan.depth == len(plan.rank_stages):
+        return ""
+    if plan.extra_in_flight:
+        return f"extra_in_flight is for one stage for each rank, found {plan.extra_in_flight} and several stages on a rank; remove it"
+    return unequal_replicas(plan)
+
+
+def unequal_replicas(plan: Shape) -> str:
+    """Why a schedule that needs as many replicas of each stage cannot run this plan, or ""."""
+    if len(set(plan.replicas)) > 1:
+        several = " with several stages on a rank" if plan.depth > len(plan.rank_stages) else ""
         found = f"found replicas {list(plan.replicas)}; give all stages the same number"
-        return f"the schedule '{plan.schedule}' with several stages on a rank needs equally many replicas of each, {found}"
+        return f"the schedule '{plan.schedule}'{several} needs equally many replicas of each stage, {found}"
     return ""

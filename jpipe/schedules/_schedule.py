@@ -39,6 +39,8 @@ class Shape(Protocol):
     @property
     def order(self) -> tuple[str, ...] | None: ...
     @property
+    def order_limit(self) -> int | None: ...
+    @property
     def split_backward(self) -> Literal["joint", "early"]: ...
     def microbatches_per_update(self, s: int) -> int: ...
 
@@ -175,6 +177,10 @@ class Schedule:
         """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
         p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
         return next(entry.op for entry in self.computations(plan, p, 0, 0, 1) if entry.stage == s)
+
+    def fuses(self, plan: Shape, s: int) -> bool:
+        """Whether stage s runs the forward and the backward of a microbatch as one program."""
+        return self.first_op(plan, s) == "FB"
 
     def refuses(self, plan: Shape) -> str:
         """Why this schedule cannot run this plan, or ""."""

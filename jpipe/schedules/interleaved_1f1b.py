@@ -1,5 +1,12 @@
 """Interleaved 1F1B: each rank runs several chunks by turns, so that the bubble of 1F1B shrinks by their number.
 
+4 stages on 2 ranks, 2 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `F3.1/1`: of the rank's
+second stage; `*`: an update follows):
+
+    tick   |    0    1      2       3 4 5        6 7 8       9 10    11 12    13 14
+    rank 0 | F0.0 F1.0 F0.0/1  F1.0/1 . .   B0.0/1 - . B1.0/1*  -  B0.0  - B1.0*  -
+    rank 1 |    . F0.0   F1.0 FB0.0/1 - - FB1.0/1* - -    B0.0  - B1.0*  -     .  .
+
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each of which takes F / v and B / v:
 Bubble of a batch: (d - 1) (F + B) / v on d ranks, where m is a multiple of d. The price: v times as many transfers, and more
 microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.

@@ -17,15 +17,15 @@ Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, an
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
 l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
-With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read: floor(D(s, k) / m), where D(s, k) is the
-number of backwards that the rank has done for stage s before the forward of k. Versions alive: by counting. Needs m >= the ranks.
+With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read: floor(D(s, k) / m), where D(s, k) is
+the number of backwards that the rank has done for stage s before the forward of k. Versions alive: by counting. Needs m >= the ranks.
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
 
 from typing import Any
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, refused_chunks
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -96,7 +96,7 @@ def _refused_chunks(plan: Shape) -> str:
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
             f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
         )
-    return unequal_replicas(plan)
+    return refused_chunks(plan)
 
 
 def _norm_refusal(plan: Shape) -> str:

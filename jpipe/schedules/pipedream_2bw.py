@@ -15,12 +15,12 @@ is always enough. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, fi
 
 import math
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, refused_chunks
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _refusal(plan: Shape) -> str:
-    return unequal_replicas(plan) or _too_few_microbatches(plan)
+    return refused_chunks(plan) or _too_few_microbatches(plan)
 
 
 def _too_few_microbatches(plan: Shape) -> str:

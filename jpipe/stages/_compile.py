@@ -17,8 +17,11 @@ from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     ForwardBackward,
+    ForwardBackwardInput,
     Instruction,
     Program,
     SumSquares,
@@ -33,6 +36,9 @@ Call = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
 
 
+_COMPUTATIONS = ("forward", "backward", "forward_backward", "backward_input", "backward_weight", "forward_backward_input")
+
+
 def update_kind(update: Update) -> UpdateKind:
     """Where an update writes the new version: over the version it reads, over another version that it retires, or into new memory."""
     if update.retires is None:
@@ -42,7 +48,9 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """What the runtime calls, by name: `forward`, `backward`, `forward_backward`, `evaluate`, and an update of each kind that is used.
+    """What the runtime calls, by name: `evaluate`, the computations and an update of each kind that are used.
+
+    The computations are `forward`, `backward`, `forward_backward`, `backward_input`, `backward_weight` and `forward_backward_input`.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
@@ -145,6 +153,12 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             return ("backward",)
         case ForwardBackward():
             return ("forward_backward",)
+        case BackwardInput():
+            return ("backward_input",)
+        case BackwardWeight():
+            return ("backward_weight",)
+        case ForwardBackwardInput():
+            return ("forward_backward_input",)
         case AllReduce():
             return "add", "finish"
         case TakeShared():
@@ -217,7 +231,10 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts:
     scale = None if f.scale_spec is None else f.scale_spec.value
     arguments: dict[str, Callable[[], Call]] = {
         "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
-        "backward": lambda: (f.backward, (4,), (specs.params, *_backward_inputs(f), accumulators, specs.rng, scale)),
+        "backward": lambda: (f.backward, (4,), (specs.params, *f.between_specs, accumulators, specs.rng, scale)),
+        "backward_input": lambda: (f.backward_input, (), (specs.params, *f.between_specs, specs.rng, scale)),
+        "backward_weight": lambda: (f.backward_weight, (3,), (specs.params, *f.stash_spec, accumulators, specs.rng, scale)),
+        "forward_backward_input": lambda: (f.forward_backward_input, (), (specs.params, *specs.arguments, specs.rng, scale)),
         "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng, scale)),
         "in_place": lambda: (f.update, (0, 1, 2), (own_params, own_optimizer, own_accumulators, norm)),
         "into_new": lambda: (f.update, (1, 2), (own_params, own_optimizer, own_accumulators, norm)),
@@ -238,7 +255,7 @@ def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts:
     }
     calls_for_shared = _calls_for_shared(f)
     function, donated, inputs = calls_for_shared[name] if name in calls_for_shared else arguments[name]()
-    if name in ("forward", "backward", "forward_backward", *get_args(UpdateKind)):
+    if name in (*_COMPUTATIONS, *get_args(UpdateKind)):
         function = _with_done(function)
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=name.startswith(("in_place", "into_retired")))
     return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
@@ -266,13 +283,6 @@ def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
-
-
-def _backward_inputs(f: StageFunctions) -> tuple[Any, Any, Any]:
-    """Specs of what a backward gets from the forward, and of its gradient message."""
-    y, new_state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
-    kept = f.residuals.keep(f.specs.arguments, (y, new_state))
-    return kept, saved, y if f.last else (floats_of(y), jax.ShapeDtypeStruct((), f.loss_dtype))
 
 
 def _own(f: StageFunctions, tree: Mapping[str, Tree]) -> dict[str, Tree]:

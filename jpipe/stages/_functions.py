@@ -17,6 +17,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
+from jpipe.stages._split import Halves, split
 
 Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
@@ -105,6 +106,53 @@ class StageFunctions:
         self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """(gradient message for the stage before, accumulators with this microbatch added)."""
+        return self._pull_back(self._restored_vjp(params, kept, saved, rng), message, accumulators, scale)
+
+    def backward_input(
+        self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, list[jax.Array]]:
+        """The first half of a backward: (gradient message for the stage before, stash). `rest` says what else the second half needs."""
+        x_gradient, stash = self._halves.first(jax.tree.leaves((params, kept, saved, message, rng, scale)))
+        return (x_gradient, message[1]), stash
+
+    def rest(self, kept: Any, saved: Tree, message: Tree) -> tuple[list[Any], tuple[Any, ...]]:
+        """What the second half of a backward needs besides the stash, of its residuals and its message: (arrays, numbers of the message).
+
+        Nothing is computed. All other arrays can be let go after the first half.
+        """
+        leaves = dict(enumerate(jax.tree.leaves((self.specs.params, kept, saved, message))))
+        return [leaves[i] for i in self._rest_positions], tuple(message) if self.last else (message[1],)
+
+    def backward_weight(
+        self, params: Tree, rest: tuple[list[Any], tuple[Any, ...]], stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> Tree:
+        """The second half of a backward: the accumulators with this microbatch added."""
+        kept, numbers = rest
+        given = jax.tree.leaves((params, self.between_specs, rng, scale))
+        for position, leaf in zip(self._rest_positions, kept, strict=True):
+            given[position] = leaf
+        found = self._halves.second([given[i] for i in self._halves.arguments], stash)
+        gradients = jax.tree.unflatten(jax.tree.structure(self._gradients_spec), found)
+        return self._accumulated(gradients, numbers, accumulators, scale)
+
+    def forward_backward_input(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, Tree, tuple[Tree, Any]]:
+        """The last stage's forward and the first half of its backward in one: (gradient message, new state, what `stash_of` takes)."""
+        y, new_state, saved = self.forward(params, state, x, labels, rng)
+        kept = self.residuals.keep((state, x, labels), (y, new_state))
+        gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
+        return gradient, new_state, (y, [saved[i] for i in self._rest_of_saved], stash)
+
+    def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
+        """(rest, stash) for `backward_weight` after `forward_backward_input` of these (state, x, labels); nothing is computed."""
+        y, own, stash = made
+        saved = dict(zip(self._rest_of_saved, own, strict=True))
+        kept = self.residuals.keep(arguments, (y, new_state))
+        return self.rest(kept, tuple(saved.get(i) for i in range(self.residuals.count)), y), stash
+
+    def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
+        """The VJP of a forward from its residuals."""
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
         leaves, treedef = jax.tree.flatten(blank)
         for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
@@ -112,8 +160,7 @@ class StageFunctions:
         # Traced a second time for the leaves that depend only on the weights; XLA removes the rest of this forward.
         _, vjp = self._linearize(params, jax.tree.unflatten(treedef, leaves), rng)
         vjp_leaves, vjp_treedef = jax.tree.flatten(vjp)
-        vjp = jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
-        return self._pull_back(vjp, message, accumulators, scale)
+        return jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -338,16 +385,79 @@ class StageFunctions:
 
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
-        gradient, weight = message
-        scale = self.precision.fixed_scale if scale is None else scale  # of the gradients of this microbatch in all stages
-        gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
-        sums = dict(accumulators["gradients"])
+        gradients, x_gradient = self._cotangents(vjp, message, scale)
+        added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
+        return (x_gradient, message[1]), added
+
+    def _cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
+        """(gradients of the parameters, gradients of the floating-point leaves of x), times the loss scale."""
+        gradient, _ = message
+        scale = self._scale(scale)
+        found = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
+        return found[0], found[1]
+
+    def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
+        """The accumulators with the gradients of one microbatch added, and with the numbers of its message: (loss at the last stage, weight)."""
+        sums, scale = dict(accumulators["gradients"]), self._scale(scale)
         for entry, part in self.stack.ties.by_place(gradients):
             sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
+        *loss, weight = numbers
         added = {"gradients": sums, "weight": accumulators["weight"] + weight}
         if self.last:
-            added["loss"] = accumulators["loss"] + gradient  # the message is (sum of the losses, weight)
-        return (x_gradient, weight), added
+            added["loss"] = accumulators["loss"] + loss[0]
+        return added
+
+    def _scale(self, scale: Any) -> Any:
+        """The loss scale of a microbatch, the same in all stages; None if there is none."""
+        return self.precision.fixed_scale if scale is None else scale
+
+    @cached_property
+    def between_specs(self) -> tuple[Any, Any, Any]:
+        """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (kept, saved, message)."""
+        y, new_state, saved = jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
+        kept = self.residuals.keep(self.specs.arguments, (y, new_state))
+        return kept, saved, y if self.last else (floats_of(y), jax.ShapeDtypeStruct((), self.loss_dtype))
+
+    @cached_property
+    def _halves(self) -> Halves:
+        """The backward cut in two."""
+        scale = None if self.scale_spec is None else self.scale_spec.value
+        arguments = self.specs.params, *self.between_specs, self.specs.rng, scale
+        specs, treedef = jax.tree.flatten(arguments)
+
+        def backward(*leaves: Any) -> list[Any]:
+            params, kept, saved, message, rng, scale = jax.tree.unflatten(treedef, leaves)
+            gradients, x_gradient = self._cotangents(self._restored_vjp(params, kept, saved, rng), message, scale)
+            return [*x_gradient, *jax.tree.leaves(gradients)]
+
+        inputs = 0 if self.first else len(floats_of(self.specs.x))
+        outputs = inputs + len(jax.tree.leaves(self._gradients_spec))
+        counts = [len(jax.tree.leaves(part)) for part in (self.specs.params, self.between_specs, (self.specs.rng, scale))]
+        free = [True] * counts[0] + [False] * counts[1] + [True] * counts[2]
+        return split(backward, specs, [i < inputs for i in range(outputs)], free)
+
+    @cached_property
+    def _gradients_spec(self) -> Tree:
+        """Shapes and dtypes of the gradients of the parameters of whole layers, before they are accumulated."""
+        return jax.eval_shape(self._whole, self.specs.params)
+
+    @cached_property
+    def _rest_positions(self) -> tuple[int, ...]:
+        """The positions, among the leaves of (params, kept, saved, message), of what the second half of a backward reads of the last three."""
+        params, between = len(jax.tree.leaves(self.specs.params)), len(jax.tree.leaves(self.between_specs))
+        return tuple(i for i in self._halves.arguments if params <= i < params + between)
+
+    @cached_property
+    def _rest_of_saved(self) -> tuple[int, ...]:
+        """Which of the saved arrays of a forward the second half of a backward reads."""
+        kept, saved, _ = self.between_specs
+        begin = len(jax.tree.leaves((self.specs.params, kept)))
+        return tuple(i - begin for i in self._rest_positions if begin <= i < begin + len(saved))
+
+    @property
+    def stash_spec(self) -> tuple[Any, Any]:
+        """Shapes and dtypes of (rest, stash), which stay from the first half of a backward to the second."""
+        return self.rest(*self.between_specs), list(self._halves.stash)
 
     def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
         total, weight = _summed(self.loss, "loss", outputs, labels, self.loss_dtype)

@@ -31,6 +31,11 @@ class Residuals:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        """How many arrays the forward returns for the backward."""
+        return len({source.position for source in self.sources if source.kind == "saved"})
+
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The leaves of the VJP that the forward must return: each array once, in order of first use."""
         kept: dict[int, Any] = {}

@@ -36,7 +36,8 @@ def train(pipe: Pipeline, batches, state: State | None = None) -> Trained:
     for batch in batches:
         state, metrics = pipe.step(state, batch)
         losses += metrics.losses.values()
-    state = pipe.drain(state)
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses += metrics.losses.values()
     return Trained([float(loss) for loss in losses], pipe.params(state), layer_state(state))
 
 
@@ -71,7 +72,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
     `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
     """
-    devices = None if len(plan.workers) == plan.depth else [jax.devices()[s] for s, _ in plan.workers]  # replicas share what is compiled
+    devices = None if len(plan.workers) == plan.depth else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]  # replicas share what is compiled
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
@@ -92,11 +93,12 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
             if t in drains:
                 state, metrics = pipe.drain(state, with_metrics=True)
                 norms, scales = norms | metrics.norms, scales | metrics.loss_scales
+                losses, weights = losses | metrics.losses, weights | metrics.weights
         state, metrics = pipe.drain(state, with_metrics=True)
         check_equal(scales | metrics.loss_scales, expected.scales)
         norms |= metrics.norms
-        check_equal(losses, expected.losses)
-        check_equal(weights, expected.weights)
+        check_equal(losses | metrics.losses, expected.losses)
+        check_equal(weights | metrics.weights, expected.weights)
         check_equal(norms, expected.norms)
         for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
             updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)

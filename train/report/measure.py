@@ -70,7 +70,7 @@ class Measure:
             if everyones is None:
                 return
             trace = everyones
-        self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan.replicas)
+        self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan)
         self.measured = jpipe.programs.extract_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
     def close(self) -> None:
