@@ -137,7 +137,7 @@ class StageFunctions:
 
     def forward_backward_input(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
-    ) -> tuple[Tree, Tree, tuple[Tree, Any]]:
+    ) -> tuple[Tree, Tree, Any]:
         """The last stage's forward and the first half of its backward in one: (gradient message, new state, what `stash_of` takes)."""
         y, new_state, saved = self.forward(params, state, x, labels, rng)
         kept = self.residuals.keep((state, x, labels), (y, new_state))
@@ -149,7 +149,8 @@ class StageFunctions:
         y, own, stash = made
         saved = dict(zip(self._rest_of_saved, own, strict=True))
         kept = self.residuals.keep(arguments, (y, new_state))
-        return self.rest(kept, tuple(saved.get(i) for i in range(self.residuals.count)), y), stash
+        others = 0  # in the place of an array that is not read; a None would not be a leaf
+        return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
 
     def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
         """The VJP of a forward from its residuals."""
@@ -453,6 +454,16 @@ class StageFunctions:
         kept, saved, _ = self.between_specs
         begin = len(jax.tree.leaves((self.specs.params, kept)))
         return tuple(i - begin for i in self._rest_positions if begin <= i < begin + len(saved))
+
+    def reads_argument_late(self, position: int) -> bool:
+        """Whether the second half of a backward reads this residual, an argument by its position among (state, x, labels)."""
+        place = self.residuals.arguments.index(position)
+        return len(jax.tree.leaves(self.specs.params)) + place in self._rest_positions
+
+    def reads_output_late(self, position: int) -> bool:
+        """Likewise an output, by its position among (y, new state)."""
+        place = len(self.residuals.arguments) + self.residuals.outputs.index(position)
+        return len(jax.tree.leaves(self.specs.params)) + place in self._rest_positions
 
     @property
     def stash_spec(self) -> tuple[Any, Any]:

@@ -34,6 +34,9 @@ _CHEAP = {
 }
 """Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
 
+_UNKNOWN = jex.DebugInfo("split backward", "<unknown>", None, None)
+"""Names of arguments and results for messages: there are none."""
+
 
 class NotSplittable(ValueError):
     """A backward that has side effects, which must happen once and in order."""
@@ -119,7 +122,7 @@ def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
     """The results of one equation; None for those that nobody reads. By way of a jaxpr: how to bind differs between JAX versions."""
     given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
     read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
-    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects)
+    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, _UNKNOWN)
     results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
     return [results.get(var) for var in equation.outvars]
 
@@ -289,7 +292,7 @@ def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], number
     """The function from these variables of a jaxpr to those, by these of its equations."""
     jaxpr = closed.jaxpr
     effects = jaxpr.effects
-    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), [jaxpr.eqns[number] for number in numbers], effects)
+    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), [jaxpr.eqns[number] for number in numbers], effects, _UNKNOWN)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))  # type: ignore[no-any-return]
 
 
