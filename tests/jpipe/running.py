@@ -79,7 +79,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
-        names = ("forward", "backward", "forward_backward", "update", "sum_squares")
+        names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight", "update", "sum_squares")
         add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
         JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
     for drains in (set(), drain_after):
