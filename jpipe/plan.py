@@ -111,7 +111,9 @@ class Plan(pydantic.BaseModel):
         ranks: for each rank the stages that it runs by turns on its device, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
-            microbatch 0, and so on. See `jpipe.schedules.auto_zero_bubble`.
+            microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
+        order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
+            of all its stages added up; an order that holds more is refused. None: no limit.
         placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; None: in order, as `keep_together` says.
         predicted: what a planner expects of the plan; None: it was not asked.
@@ -137,6 +139,7 @@ class Plan(pydantic.BaseModel):
     keep_together: Literal["replicas", "stages"] = "replicas"
     ranks: Numbers | None = None
     order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    order_limit: Annotated[Int, Field(ge=1)] | None = None
     placement: Numbers | None = None
     predicted: Predicted | None = None
 

@@ -12,6 +12,9 @@ from jpipe.schedules.naive import NAIVE
 from jpipe.schedules.pipedream import PIPEDREAM
 from jpipe.schedules.pipedream_2bw import PIPEDREAM_2BW
 from jpipe.schedules.pipedream_flush import PIPEDREAM_FLUSH
+from jpipe.schedules.zero_bubble._greedy import StageTimes
+from jpipe.schedules.zero_bubble._order_text import as_text
+from jpipe.schedules.zero_bubble.auto_zero_bubble import AUTO_ZERO_BUBBLE, greedy_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
 from jpipe.schedules.zero_bubble.zb_h1 import ZB_H1
 from jpipe.schedules.zero_bubble.zb_h2 import ZB_H2
@@ -19,10 +22,40 @@ from jpipe.schedules.zero_bubble.zb_v import ZB_V
 
 _ONE_STAGE = (NAIVE, GPIPE, PIPEDREAM_FLUSH, PIPEDREAM, PIPEDREAM_2BW)
 _CHUNKS = (INTERLEAVED_1F1B, LOOPED_BFS, DUALPIPE_V)
-_ZERO_BUBBLE = (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE)
+_ZERO_BUBBLE = (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE, AUTO_ZERO_BUBBLE)
 _BY_NAME = {schedule.name: schedule for schedule in (*_ONE_STAGE, *_CHUNKS, *_ZERO_BUBBLE)}
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 """The schedules by the names that plans use."""
 
-__all__ = ["SCHEDULES", "Compute", "Op", "Ranks", "Schedule", "Shape", "arranged", "one_forward_one_backward", "pipeline_in_flight"]
+
+def written_order(plan: Shape) -> tuple[str, ...]:
+    """What each rank of a plan computes in a batch that begins and ends with an empty pipeline, as `Plan.order` has it.
+
+    To begin an order of one's own from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
+
+    Returns:
+        A text for each rank.
+    """
+    found = []
+    for p, stages in enumerate(plan.rank_stages):
+        replicas = plan.replicas[stages[0]]
+        order = SCHEDULES[plan.schedule].computations(plan, p, 0, 0, 1)
+        found.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
+    return tuple(found)
+
+
+__all__ = [
+    "SCHEDULES",
+    "Compute",
+    "Op",
+    "Ranks",
+    "Schedule",
+    "Shape",
+    "StageTimes",
+    "arranged",
+    "greedy_order",
+    "one_forward_one_backward",
+    "pipeline_in_flight",
+    "written_order",
+]

@@ -2,10 +2,10 @@
 
 3 stages, 1 microbatch per batch, 5 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
-    tick     |    0    1      2 3 4      5 6     7      8    9    10     11   12    13     14 15    16    17 18    19 20
-    worker 0 | F0.0 F1.0   F2.0 . .      . . B0.0*      - F3.1 B1.0*      - F4.2 B2.0*      -  . B3.1*     -  . B4.2*  -
-    worker 1 |    . F0.0   F1.0 . .  B0.0* -  F2.1  B1.0*    -  F3.2  B2.1*    -  F4.3  B3.2*  -     . B4.3*  -     .  .
-    worker 2 |    .    . FB0.0* - - FB1.1* -     - FB2.2*    -     - FB3.3*    -     - FB4.4*  -     -     .  .     .  .
+    tick   |    0    1      2 3 4      5 6     7      8    9    10     11   12    13     14 15    16    17 18    19 20
+    rank 0 | F0.0 F1.0   F2.0 . .      . . B0.0*      - F3.1 B1.0*      - F4.2 B2.0*      -  . B3.1*     -  . B4.2*  -
+    rank 1 |    . F0.0   F1.0 . .  B0.0* -  F2.1  B1.0*    -  F3.2  B2.1*    -  F4.3  B3.2*  -     . B4.3*  -     .  .
+    rank 2 |    .    . FB0.0* - - FB1.1* -     - FB2.2*    -     - FB3.3*    -     - FB4.4*  -     -     .  .     .  .
 
 Version read at stage s: floor(max(k - (n_s - 1), 0) / m) with n_s = d - s: W_s(t - d + s + 1), staleness d - 1 - s updates for m = 1.
 Versions alive: ceil((n_s - 1) / m) + 1.

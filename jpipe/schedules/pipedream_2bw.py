@@ -2,10 +2,10 @@
 
 3 stages, 3 microbatches per batch, 2 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
-    tick     |    0    1     2 3 4     5 6    7      8    9   10    11   12    13    14   15   16     17 18   19    20 21    22 23
-    worker 0 | F0.0 F1.0  F2.0 . .     . . B0.0      - F3.0 B1.0     - F4.0 B2.0*     - F5.0 B3.0      -  . B4.0     -  . B5.0*  -
-    worker 1 |    . F0.0  F1.0 . .  B0.0 - F2.0   B1.0    - F3.0 B2.0*    -  F4.0  B3.0    - F5.0   B4.0  -    . B5.0*  -     .  .
-    worker 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0*    -    - FB3.0    -     - FB4.0    -    - FB5.0*  -    -     .  .     .  .
+    tick   |    0    1     2 3 4     5 6    7      8    9   10    11   12    13    14   15   16     17 18   19    20 21    22 23
+    rank 0 | F0.0 F1.0  F2.0 . .     . . B0.0      - F3.0 B1.0     - F4.0 B2.0*     - F5.0 B3.0      -  . B4.0     -  . B5.0*  -
+    rank 1 |    . F0.0  F1.0 . .  B0.0 - F2.0   B1.0    - F3.0 B2.0*    -  F4.0  B3.0    - F5.0   B4.0  -    . B5.0*  -     .  .
+    rank 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0*    -    - FB3.0    -     - FB4.0    -    - FB5.0*  -    -     .  .     .  .
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
 Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches

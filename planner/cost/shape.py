@@ -30,6 +30,7 @@ class Shape:
     flush_first: int = 0
     split_backward: Literal["joint", "early"] = "joint"
     order: None = None
+    order_limit: None = None
 
     @property
     def rank_stages(self) -> jpipe.schedules.Ranks:

@@ -1,0 +1,225 @@
+"""A list scheduler: orders by measured times under a limit of memory, for any ranks, free of deadlock."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jpipe.schedules._schedule import Compute, Op, Ranks
+
+Order = tuple[tuple[Compute, ...], ...]
+"""The computations of each rank; those of the last stage not yet as one program, and whole backwards only at stage 0."""
+
+
+@runtime_checkable
+class StageTimes(Protocol):
+    """The times of a stage that `greedy_order` reads, all in the same unit; a `jpipe.programs.StageCost` has them."""
+
+    @property
+    def forward(self) -> Any: ...
+    @property
+    def backward(self) -> Any: ...
+    @property
+    def backward_input(self) -> Any: ...
+    @property
+    def backward_weight(self) -> Any: ...
+
+
+class Problem:
+    """One batch of one replica of each rank.
+
+    Args:
+        ranks: for each of them its stages.
+        costs: of each stage.
+        microbatches: their number.
+        limits: for each rank the most microbatches that it may hold from forward to the end of the backward, those of all its stages
+            added up; at least its stages.
+        latency: how long a message between two ranks takes.
+    """
+
+    def __init__(self, ranks: Ranks, costs: Sequence[StageTimes], microbatches: int, limits: Sequence[int], latency: Any) -> None:
+        self.ranks, self.microbatches, self.limits, self.latency = ranks, microbatches, limits, latency
+        self.last = len(costs) - 1
+        self.rank_of = {s: p for p, stages in enumerate(ranks) for s in stages}
+        self.times = {
+            (op, s): time
+            for s, cost in enumerate(costs)
+            for op, time in zip("FBIW", (cost.forward, cost.backward, cost.backward_input, cost.backward_weight), strict=True)
+        }
+
+    def arrival(self, s: int, other: int, end: Any) -> Any:
+        """When what stage s has at `end` is at another stage."""
+        return end if self.rank_of[s] == self.rank_of[other] else end + self.latency
+
+    def backward_op(self, s: int) -> Op:
+        """What a stage does when a gradient arrives: stage 0, which nobody waits for, its whole backward."""
+        return "I" if s else "B"
+
+
+class Rules(NamedTuple):
+    """What a rank prefers. Ready backwards for inputs come before all else, then forwards, then what nobody waits for.
+
+    Attributes:
+        deepest_first: of the ready forwards that of the last stage first; otherwise that of the first stage.
+        ahead: rank p of d begins no more than ahead (d - p - 1) + 1 microbatches of a stage before the backward for inputs of the first
+            of them; 0: as many as the limit lets.
+        patience: what nobody waits for begins only if this part of it fits before the next known arrival.
+    """
+
+    deepest_first: bool
+    ahead: int
+    patience: float
+
+
+def list_schedules(problem: Problem) -> Iterator[Order]:
+    """The orders that come of different rules."""
+    straight = all(len(stages) == 1 for stages in problem.ranks)
+    for rules in product((True,) if straight else (True, False), (0, 1, 2) if straight else (0,), (0.0, 0.5, 1.0)):
+        yield _Run(problem, Rules(*rules)).order()
+
+
+class _Rank:
+    """What a rank has done and what it can do.
+
+    Attributes:
+        number: of the rank.
+        arrived: for each op and stage the microbatches whose inputs have been sent to it, in order, with the times of their arrival.
+        weights: backwards for weights that can be done, in order.
+        begun: for each unfinished microbatch how many of the rank's stages have done its forward, and its whole backward.
+    """
+
+    def __init__(self, problem: Problem, number: int) -> None:
+        self.number, self.stages, self.limit = number, problem.ranks[number], problem.limits[number]
+        self.clock: Any = 0
+        self.order: list[Compute] = []
+        ops: list[tuple[Op, int]] = [(op, s) for s in self.stages for op in ("F", problem.backward_op(s))]
+        self.arrived: dict[tuple[Op, int], deque[tuple[Any, int]]] = {key: deque() for key in ops}
+        self.weights: deque[Compute] = deque()
+        self.begun: dict[int, tuple[int, int]] = {}
+
+    def has_room(self, k: int) -> bool:
+        """Whether there is memory for one more forward of microbatch k so that all that have begun can still finish, the first ones first.
+
+        This is the banker's algorithm: the first unfinished microbatch can always go on, here and on every other rank, so that ranks never
+        wait for each other.
+        """
+        counts = self.begun | {k: (self.begun.get(k, (0, 0))[0] + 1, self.begun.get(k, (0, 0))[1])}
+        free = self.limit - sum(forwards - backwards for forwards, backwards in counts.values())
+        if free < 0:
+            return False
+        for microbatch in sorted(counts):
+            forwards, backwards = counts[microbatch]
+            if len(self.stages) - forwards > free:
+                return False
+            free += forwards - backwards
+        return True
+
+    def note(self, k: int, forwards: int, backwards: int) -> None:
+        """Count a forward or a whole backward of a microbatch."""
+        before = self.begun.get(k, (0, 0))
+        self.begun[k] = before[0] + forwards, before[1] + backwards
+        if self.begun[k][1] == len(self.stages):
+            del self.begun[k]
+
+
+class _Run:
+    """Ranks that compute whatever they prefer of what has arrived."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        self.problem, self.rules = problem, rules
+        self.ranks = [_Rank(problem, p) for p in range(len(problem.ranks))]
+        self.in_flight = [0] * (problem.last + 1)  # from forward to the backward for inputs
+        self.events = [(0, p) for p in range(len(self.ranks))]  # when ranks look for something to do
+
+    def order(self) -> Order:
+        """What each rank has done at the end of the batch."""
+        first = self.ranks[self.problem.rank_of[0]]
+        first.arrived["F", 0].extend((0, k) for k in range(self.problem.microbatches))
+        while self.events:
+            now, p = heapq.heappop(self.events)
+            rank = self.ranks[p]
+            if now < rank.clock:
+                continue  # it looks again at the end of what it does
+            if (entry := self._choose(rank, now)) is not None:
+                self._do(rank, entry, now)
+            elif later := [queue[0][0] for queue in rank.arrived.values() if queue and queue[0][0] > now]:
+                heapq.heappush(self.events, (min(later), p))
+        return tuple(tuple(rank.order) for rank in self.ranks)
+
+    def _choose(self, rank: _Rank, now: Any) -> Compute | None:
+        """What a rank does next, or None if it waits for an arrival."""
+        ready = [Compute(op, s, queue[0][1]) for (op, s), queue in rank.arrived.items() if queue and queue[0][0] <= now]
+        if inputs := [entry for entry in ready if entry.op == "I"]:
+            return min(inputs, key=lambda entry: (entry.microbatch, -entry.stage))
+        forwards = [entry for entry in ready if entry.op == "F"]
+        if allowed := [entry for entry in forwards if self._allows(rank, entry.stage, entry.microbatch)]:
+            return max(allowed, key=lambda entry: entry.stage if self.rules.deepest_first else -entry.stage)
+        fillers = [entry for entry in ready if entry.op == "B"] + list(islice(rank.weights, 1))
+        if not fillers:
+            return None
+        entry = min(fillers, key=lambda entry: (entry.microbatch, -entry.stage))
+        arrivals = [
+            queue[0][0]
+            for (op, s), queue in rank.arrived.items()
+            if queue and queue[0][0] > now and (op != "F" or self._allows(rank, s, queue[0][1]))
+        ]
+        ends = now + self.rules.patience * self.problem.times[entry.op, entry.stage]
+        return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a forward that is ready waits for room
+
+    def _allows(self, rank: _Rank, s: int, k: int) -> bool:
+        """Whether a rank may begin microbatch k at stage s."""
+        most = self.rules.ahead * (len(self.ranks) - rank.number - 1) + 1
+        return (not self.rules.ahead or self.in_flight[s] < most) and rank.has_room(k)
+
+    def _do(self, rank: _Rank, entry: Compute, now: Any) -> None:
+        """Compute, and send what comes of it."""
+        op, s, k = entry
+        (rank.weights if op == "W" else rank.arrived[op, s]).popleft()
+        rank.clock = now + self.problem.times[op, s]
+        rank.order.append(entry)
+        heapq.heappush(self.events, (rank.clock, rank.number))
+        rank.note(k, int(op == "F"), int(op in ("B", "W")))
+        self.in_flight[s] += (op == "F") - (op in ("B", "I"))
+        if op == "F":
+            self._send("F" if s < self.problem.last else self.problem.backward_op(s), s, min(s + 1, self.problem.last), k, rank.clock)
+        elif op == "I":
+            rank.weights.append(Compute("W", s, k))
+            self._send(self.problem.backward_op(s - 1), s, s - 1, k, rank.clock)
+
+    def _send(self, op: Op, s: int, other: int, k: int, end: Any) -> None:
+        time, to = self.problem.arrival(s, other, end), self.ranks[self.problem.rank_of[other]]
+        to.arrived[op, other].append((time, k))
+        heapq.heappush(self.events, (max(time, to.clock), to.number))
+
+
+def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
+    """How long an order takes if each computation begins as soon as it can.
+
+    Returns:
+        From the first start of all to the last end of all, and the longest time from a rank's own first start to its own last end; None
+        if the order deadlocks.
+    """
+    ends = dict[tuple[bool, int, int], Any]()  # of forwards, and of what makes the input gradient
+    clocks, starts, places = [0 for _ in order], [None for _ in order], [0 for _ in order]
+    p = waited = 0
+    while waited < len(order):  # until all ranks, one after the other, cannot go on
+        before = places[p]
+        while places[p] < len(order[p]):
+            op, s, k = order[p][places[p]]
+            source = None if op == "W" else s - 1 if op == "F" else s + 1
+            begins: Any = clocks[p]
+            if source is not None and 0 <= source <= problem.last:
+                if (op == "F", source, k) not in ends:
+                    break
+                begins = max(begins, problem.arrival(source, s, ends[op == "F", source, k]))
+            starts[p] = begins if starts[p] is None else starts[p]
+            clocks[p] = begins + problem.times[op, s]
+            if op != "W":
+                ends[op == "F", s, k] = clocks[p]
+            places[p] += 1
+        waited = 0 if places[p] > before else waited + 1
+        p = (p + 1) % len(order)
+    if any(place < len(entries) for place, entries in zip(places, order, strict=True)):
+        return None
+    return max(clocks), max(clock - (start or 0) for clock, start in zip(clocks, starts, strict=True))

@@ -1,0 +1,132 @@
+"""Orders as data: for each rank a text such as "F0.0 F0.1 B0.0 B0.1"; how it is read, and what is wrong with it."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from jpipe.schedules._schedule import Compute, Ranks, Shape
+
+_ENTRY = re.compile(r"(FB|FI|F|B|I|W)(\d{1,4})\.(\d{1,9})", re.ASCII)
+_PARTS = {"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"}
+"""What each op does of a forward (F), the backward for inputs (I) and that for weights (W)."""
+_NAMES = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}
+
+
+def as_text(order: Iterable[Compute]) -> str:
+    """What `read_order` reads as this order of one rank."""
+    return " ".join(f"{op}{s}.{k}" for op, s, k in order)
+
+
+class Read(NamedTuple):
+    """An order, or what is wrong with it.
+
+    Attributes:
+        ranks: for each rank its computations, with the microbatches of one replica counted from 0.
+        refusal: what is wrong, or "".
+    """
+
+    ranks: tuple[tuple[Compute, ...], ...]
+    refusal: str
+
+
+class _WrongOrder(Exception):
+    """An order that cannot be run; the message says where and why."""
+
+
+def read_order(plan: Shape) -> Read:
+    """The order of a plan that has one."""
+    assert plan.order is not None
+    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.rank_stages)
+    return _read(plan.order, plan.rank_stages, own, plan.order_limit)
+
+
+@lru_cache(maxsize=16)  # plans ask for it at each step
+def _read(order: tuple[str, ...], ranks: Ranks, own: tuple[int, ...], limit: int | None) -> Read:
+    if len(order) != len(ranks):
+        return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}")
+    last = max(s for stages in ranks for s in stages)
+    try:
+        read = [_Checks(p, stages, own[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))]
+    except _WrongOrder as error:
+        return Read((), str(error))
+    return Read(tuple(read), "")
+
+
+class _Checks:
+    """Reads and checks the text of one rank.
+
+    Args:
+        p: the rank.
+        stages: that it runs.
+        microbatches: their number, for one replica.
+        last: the last stage of all.
+        limit: the most microbatches that the rank may hold, or None.
+    """
+
+    def __init__(self, p: int, stages: tuple[int, ...], microbatches: int, last: int, limit: int | None) -> None:
+        self.p, self.stages, self.microbatches, self.last, self.limit = p, stages, microbatches, last, limit
+        self.done = Counter[tuple[str, int]]()  # by part and stage
+        self.held = 0
+        self.last_forward = ""  # the op that does the forwards of the last stage
+
+    def read(self, text: str) -> tuple[Compute, ...]:
+        """The computations in a text.
+
+        Raises:
+            _WrongOrder: an entry that is none, or that cannot stand there, or one that is missing.
+        """
+        order = list[Compute]()
+        for n, token in enumerate(text.split()):
+            order.append(self._entry(f"order.{self.p}: entry {n}", token))
+        for s in self.stages:
+            for part, name in _NAMES.items():
+                if (found := self.done[part, s]) < self.microbatches:
+                    missing = f"stage {s} lacks the {name} of microbatch {found}" + (
+                        f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
+                    )
+                    raise _WrongOrder(
+                        f"order.{self.p}: after {len(order)} entries {missing}; expected microbatches 0 to {self.microbatches - 1}"
+                    )
+        return tuple(order)
+
+    def _entry(self, where: str, token: str) -> Compute:
+        if (match := _ENTRY.fullmatch(token)) is None:
+            what = "expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3"
+            raise _WrongOrder(f"{where}: {what}, found {token[:40]!r}")
+        op, s, k = match[1], int(match[2]), int(match[3])
+        where = f"{where}, {token}"
+        if s not in self.stages:
+            raise _WrongOrder(f"{where}: expected one of the stages {list(self.stages)} of rank {self.p}, found stage {s}")
+        if "F" in op:
+            self._check_forward(where, op, s)
+        self._check_place(where, op, s, k)
+        self.done.update((part, s) for part in _PARTS[op])
+        self.held += op[0] == "F"
+        if self.limit is not None and self.held > self.limit:
+            over = self.held - self.limit
+            raise _WrongOrder(f"{where}: with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}")
+        self.held -= "W" in _PARTS[op]
+        return Compute(op, s, k)  # type: ignore[arg-type]  # the pattern lets only these ops pass
+
+    def _check_forward(self, where: str, op: str, s: int) -> None:
+        """Refuse programs of a forward and more at stages that cannot have them, or have other ones."""
+        if s < self.last and op != "F":
+            raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
+        if s == self.last and (self.last_forward or op) != op:
+            raise _WrongOrder(f"{where}: expected {self.last_forward}, as for the microbatches before it at stage {s}, found {op}")
+        self.last_forward = op if s == self.last else self.last_forward
+
+    def _check_place(self, where: str, op: str, s: int, k: int) -> None:
+        """Refuse microbatches out of order, and what comes before that which it needs."""
+        for part in _PARTS[op]:
+            found = self.done[part, s]
+            if k != found:
+                expected = f"expected microbatch {found} as the next" if found < self.microbatches else f"expected no more than {found}"
+                raise _WrongOrder(f"{where}: {expected} {_NAMES[part]} of stage {s}, found microbatch {k}")
+        if k >= self.microbatches:
+            raise _WrongOrder(f"{where}: expected microbatches 0 to {self.microbatches - 1}, found {k}")
+        for part, needs in (("I", "F"), ("W", "I")):
+            if part in _PARTS[op] and needs not in _PARTS[op] and self.done[needs, s] <= k:
+                raise _WrongOrder(f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it")

@@ -1,0 +1,113 @@
+"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or anybody's own; a flush after each batch.
+
+3 stages, 4 microbatches per batch, 1 batch, from `greedy_order` for F = I = W and a limit of 4 microbatches (`F3.1`: forward of microbatch
+3 at weight version 1; `I`, `W`: the halves of a backward, for inputs and for weights; `FI`: a forward and the first half; `*`: an update):
+
+    tick   |    0    1     2    3     4    5     6    7     8    9   10    11    12    13
+    rank 0 | F0.0 F1.0  F2.0 F3.0     . B0.0     - B1.0     - B2.0    - B3.0*     -     .
+    rank 1 |    . F0.0  F1.0 F2.0  I0.0 F3.0  I1.0 W0.0  I2.0 W1.0 I3.0  W2.0 W3.0*     .
+    rank 2 |    .    . FI0.0    - FI1.0    - FI2.0    - FI3.0    - W0.0  W1.0  W2.0 W3.0*
+
+Here ranks compute without a gap from their first start to their last end.
+
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight and bubble: as the order has them.
+A plan is refused if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
+order at a stage; an order that deadlocks is refused by `jpipe.lower`, with the grid. Reference: Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism", section 3.1.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from jpipe.errors import InputError, short
+from jpipe.schedules._schedule import Compute, Schedule, Shape, fused, in_flight_of
+from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
+from jpipe.schedules.zero_bubble._order_text import as_text, read_order
+from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
+from jpipe.schedules.zero_bubble.zb_h1 import ZB_H1
+from jpipe.schedules.zero_bubble.zb_h2 import ZB_H2
+from jpipe.schedules.zero_bubble.zb_v import ZB_V
+
+
+def greedy_order(plan: Shape, costs: Sequence[StageTimes], *, limits: int | Sequence[int], latency: float = 0.0) -> tuple[str, ...]:
+    """The `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
+
+    Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
+    and the static zero-bubble schedules that fit; the shortest is taken. The same arguments always give the same order.
+
+    Args:
+        plan: with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.
+        costs: the times of each stage, such as `jpipe.programs.StageCost`.
+        limits: the most microbatches that a rank holds between forward and the end of the backward, those of all its stages added
+            up; for all ranks, or one for each; at least as many as a rank has stages.
+        latency: how long a message between two ranks takes, in the unit of the costs.
+
+    Returns:
+        A text for each rank, for `Plan(schedule="auto_zero_bubble", order=…)`.
+
+    Raises:
+        InputError: stages with different replicas, not one cost for each stage, or a limit that is too small.
+
+    Example:
+        >>> from jpipe import Plan
+        >>> from jpipe.programs import StageCost
+        >>> plan = Plan.even("abcd", num_stages=2, schedule="zb_h1", microbatches=2)
+        >>> greedy_order(plan, [StageCost(), StageCost()], limits=2)
+        ('F0.0 F0.1 B0.0 B0.1', 'F1.0 I1.0 F1.1 I1.1 W1.0 W1.1')
+    """
+    ranks = plan.rank_stages
+    if len(set(plan.replicas)) > 1:
+        raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}")
+    if len(costs) != plan.depth:
+        raise InputError(f"greedy_order: expected {plan.depth} costs, one for each stage, found {len(costs)}")
+    each = [limits] * len(ranks) if isinstance(limits, int) else list(limits)
+    if len(each) != len(ranks) or any(limit < len(stages) for limit, stages in zip(each, ranks, strict=False)):
+        least = [len(stages) for stages in ranks]
+        raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}")
+    problem = Problem(ranks, costs, plan.microbatches // plan.replicas[0], each, latency)
+    timed = [(time, order) for order in (*list_schedules(problem), *_static_orders(plan, problem)) if (time := seconds(problem, order))]
+    _, best = min(timed, key=lambda pair: pair[0])
+    return tuple(as_text(entries) for entries in best)
+
+
+def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
+    """The orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
+    for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
+        if schedule.refuses(plan) == "":
+            order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.rank_stages)))
+            if all(_most_held(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
+                yield order
+
+
+def _unfused(order: Iterator[Compute]) -> tuple[Compute, ...]:
+    return tuple(Compute(op, s, k) for ops, s, k in order for op in ops)  # type: ignore[arg-type]  # the letters are ops
+
+
+def _most_held(order: Sequence[Compute]) -> int:
+    held = most = 0
+    for entry in order:
+        held += entry.is_forward
+        most = max(most, held)
+        held -= entry.finishes
+    return most
+
+
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+    return iter(fused(plan, (entry._replace(microbatch=microbatches[entry.microbatch]) for entry in read_order(plan).ranks[p])))
+
+
+def _refusal(plan: Shape) -> str:
+    if plan.order is None:
+        how = "make one with jpipe.schedules.greedy_order, or say what each rank computes, such as 'F0.0 F0.1 I0.0 W0.0'"
+        return f"the schedule 'auto_zero_bubble' needs an order for each rank, found none; {how}"
+    return read_order(plan).refusal
+
+
+AUTO_ZERO_BUBBLE = Schedule(
+    name="auto_zero_bubble",
+    flushes=True,
+    order=_order,
+    in_flight=in_flight_of(_order),
+    layout="any",
+    refusal=_refusal,
+    options=("order", "order_limit"),
+)
