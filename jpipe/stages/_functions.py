@@ -124,7 +124,13 @@ class StageFunctions:
         return [leaves[i] for i in self._rest_positions], tuple(message) if self.last else (message[1],)
 
     def backward_weight(
-        self, params: Tree, rest: tuple[list[Any], tuple[Any, ...]], stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+        self,
+        params: Tree,
+        rest: tuple[list[Any], tuple[Any, ...]],
+        stash: Sequence[Any],
+        accumulators: Tree,
+        rng: tuple[Any, Any],
+        scale: Any = None,
     ) -> Tree:
         """The second half of a backward: the accumulators with this microbatch added."""
         kept, numbers = rest
@@ -144,7 +150,9 @@ class StageFunctions:
         gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
         return gradient, new_state, (y, [saved[i] for i in self._rest_of_saved], stash)
 
-    def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
+    def stash_of(
+        self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any
+    ) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
         """(rest, stash) for `backward_weight` after `forward_backward_input` of these (state, x, labels); nothing is computed."""
         y, own, stash = made
         saved = dict(zip(self._rest_of_saved, own, strict=True))

@@ -174,7 +174,8 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
     """The same jaxpr with two scans in place of each scan that both halves need."""
     jaxpr, replaced = closed.jaxpr, {}
     first, second = (
-        _needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0] for half in (True, False)
+        _needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
+        for half in (True, False)
     )
     for number, equation in enumerate(jaxpr.eqns):
         if equation.primitive.name == "scan":
@@ -254,9 +255,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     return Halves(first_half, lambda own, stashed: second(*own, *stashed), tuple(position[var] for var in read), specs)
 
 
-def _kept_between(
-    jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]
-) -> tuple[list[Any], list[Any]]:
+def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
     """(what the second half computes from, results of the second half that the first half makes), as variables in their order."""
     of_first, of_second = (set(_needed(jaxpr, wanted[half])[1]) for half in (True, False))
     there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
