@@ -364,8 +364,8 @@ class Pipeline:
     def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
-        Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known once `init` has compiled, or
-        with `compiled_for`.
+        Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
+        once `init` has compiled, or with `compiled_for`.
 
         Args:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.

@@ -26,10 +26,10 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
 from jpipe.programs._verify import versions_before
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Op
 
 
 @dataclass(frozen=True)

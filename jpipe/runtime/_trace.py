@@ -17,10 +17,10 @@ from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import COMPUTATIONS, Computation, SumSquares, Update
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Op
 
 _OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
 

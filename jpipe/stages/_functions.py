@@ -406,7 +406,7 @@ class StageFunctions:
         return found[0], found[1]
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
-        """The accumulators with the gradients of one microbatch added, and with the numbers of its message: (loss at the last stage, weight)."""
+        """The accumulators with the gradients of one microbatch and the numbers of its message, (loss at the last stage, weight), added."""
         sums, scale = dict(accumulators["gradients"]), self._scale(scale)
         for entry, part in self.stack.ties.by_place(gradients):
             sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
@@ -452,7 +452,7 @@ class StageFunctions:
 
     @cached_property
     def _rest_positions(self) -> tuple[int, ...]:
-        """The positions, among the leaves of (params, kept, saved, message), of what the second half of a backward reads of the last three."""
+        """What the second half of a backward reads of kept, saved and message: positions among the leaves of (params, kept, saved, message)."""
         params, between = len(jax.tree.leaves(self.specs.params)), len(jax.tree.leaves(self.between_specs))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)
 

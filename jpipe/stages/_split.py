@@ -92,7 +92,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], repla
         return var.val if is_literal(var) else values[var]
 
     for number, equation in enumerate(jaxpr.eqns):
-        results = replaced.get(number, lambda inputs, equation=equation: _apply(equation, inputs))(list(map(read, equation.invars)))  # type: ignore[misc]  # equation has a default
+        inputs = list(map(read, equation.invars))
+        results = replaced[number](inputs) if number in replaced else _apply(equation, inputs)
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -290,9 +291,9 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
 def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:
     """The function from these variables of a jaxpr to those, by these of its equations."""
     jaxpr = closed.jaxpr
-    effects = jaxpr.effects
-    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), [jaxpr.eqns[number] for number in numbers], effects, _UNKNOWN)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))  # type: ignore[no-any-return]
+    equations = [jaxpr.eqns[number] for number in numbers]
+    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, _UNKNOWN)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
 
 
 def _nbytes(var: Any) -> int:
