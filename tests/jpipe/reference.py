@@ -74,7 +74,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     Replicas average their layer state whenever the pipeline is empty: after each batch if it flushes, else after the batches `drained`.
     """
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
-    fused = SCHEDULES[plan.schedule].fuses(plan, last)  # one program or two round differently
+    op = SCHEDULES[plan.schedule].first_op(plan, last)  # one program or two round differently
+    fused = op in ("FB", "FI")
     first = [start[workers[0]] for workers in plan.stage_workers]
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
@@ -95,7 +96,13 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             x, state[s][r], saved = calls[s]["forward"](read[s], *arguments, draw[s])
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
-        if fused:
+        if op == "FI":
+            arguments = read[last], state[last][r], x, labels, draw[last], *scale
+            before = state[last][r], x, labels
+            x, state[last][r], made = calls[last]["forward_backward_input"](*arguments)
+            rest, stash = functions[last].stash_of(before, state[last][r], made)
+            sums[last][r] = calls[last]["backward_weight"](read[last], rest, stash, sums[last][r], draw[last], *scale)
+        if op == "FB":
             arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
             x, sums[last][r], state[last][r] = calls[last]["forward_backward"](*arguments)
         for s in reversed(left):

@@ -72,14 +72,18 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
     `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
     """
-    devices = None if len(plan.workers) == plan.depth else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]  # replicas share what is compiled
+    devices = (
+        None
+        if len(plan.workers) == plan.depth
+        else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
+    )  # replicas share what is compiled
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
     key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
-        names = ("forward", "backward", "forward_backward", "update", "sum_squares")
+        names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight", "update", "sum_squares")
         add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
         JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
     for drains in (set(), drain_after):

@@ -8,15 +8,24 @@ from collections import Counter
 
 import pytest
 
-from jpipe import Plan, lower, simulate
-from jpipe.programs import batches_until_full
-from jpipe.schedules import SCHEDULES
+from jpipe import InputError, Plan, lower, simulate
+from jpipe.programs import StageCost, batches_until_full
+from jpipe.schedules import SCHEDULES, greedy_order, written_order
 from tests.jpipe import models
 from tests.jpipe.running import check_against_reference
 
 STACK = models.rich_stack()
 REPLICAS = [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 2), (2, 1, 3)]
-CHANGES = {"extra_in_flight": 2, "vertical_sync": True, "noam": True, "update_every": "replicas", "flush_first": 2}
+CHUNKS = [((1, 1), 2), ((1,) * 4, 2), ((1,) * 6, 2), ((1,) * 6, 3), ((2,) * 4, 2), ((1, 2, 1, 2), 2)]
+"""Replicas of all stages, and how many stages a rank runs."""
+CHANGES = {
+    "extra_in_flight": 2,
+    "vertical_sync": True,
+    "noam": True,
+    "update_every": "replicas",
+    "flush_first": 2,
+    "split_backward": "early",
+}
 """Of each option of a schedule a value that is not its default."""
 
 
@@ -29,43 +38,83 @@ def schedule(request):
 
 
 def plans(schedule):
-    """Legal plans of all kinds: straight and replicated, few and many microbatches, with each option of the schedule."""
+    """Legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, with each option of the schedule."""
     found = []
-    for replicas, m, option in itertools.product(REPLICAS, (1, 2, 5, 6, 18), (None, *schedule.options)):
-        fields = {"layers": "abcd", "num_stages": len(replicas), "schedule": schedule.name, "microbatches": m, "replicas": replicas}
+    shapes = [(replicas, 1) for replicas in REPLICAS] + CHUNKS
+    options = [None, *(option for option in schedule.options if option in CHANGES)]
+    for (replicas, chunks), m, option in itertools.product(shapes, (1, 2, 5, 6, 18), options):
+        if option and m in (2, 18):
+            continue
+        fields = {"layers": "abcdef", "num_stages": len(replicas), "microbatches": m, "replicas": replicas}
         fields |= {option: CHANGES[option]} if option else {}
-        if models.is_legal(**fields):
-            found.append(Plan.even(**fields))
-    assert len(found) > 15
+        found += legal(schedule, fields, chunks)
+    assert len(found) > 9
     return found
+
+
+def legal(schedule, fields, chunks):
+    """The plan of this schedule, if there is one; with several for those that need an order."""
+    if schedule.name == "auto_zero_bubble":
+        return [plan for name in ("looped_bfs", "zb_v") for plan in with_order(name, fields, chunks)]
+    try:
+        return [Plan.even(schedule=schedule.name, chunks_per_rank=chunks, **fields)]
+    except InputError:
+        return []
+
+
+def with_order(name, fields, chunks):
+    """Plans whose order is data: that of another schedule, and one by times."""
+    try:
+        other = Plan.even(schedule=name, chunks_per_rank=chunks, **fields)
+    except InputError:
+        return []
+    orders = [written_order(other)]
+    if len(set(other.replicas)) == 1:
+        costs = [StageCost(backward_weight=1 + s % 2, backward=2 + s % 2) for s in range(other.depth)]
+        orders.append(greedy_order(other, costs, limits=chunks + 1, latency=0.5))
+    return [Plan.even(schedule="auto_zero_bubble", ranks=other.rank_stages, order=order, **fields) for order in orders]
+
+
+def rank_replicas(plan):
+    """Each rank and replica, with its stages."""
+    return [(p, replica, stages) for p, stages in enumerate(plan.rank_stages) for replica in range(plan.replicas[stages[0]])]
 
 
 def test_orders_are_complete_and_each_computation_is_legal(schedule):
     for plan in plans(schedule):
-        for s, replica in plan.workers:
-            order = list(schedule.computations(plan, s, replica, 1, 4))
-            own = list(range(plan.microbatches + replica, 4 * plan.microbatches, plan.replicas[s]))
-            assert {entry.stage for entry in order} == {s}
-            assert [entry.microbatch for entry in order if entry.op != "B"] == own, "forwards in order, each once"
-            assert [entry.microbatch for entry in order if entry.op != "F"] == own, "backwards in order, each once"
-            steps = [(op, entry.microbatch) for entry in order for op in entry.op]
-            assert all(steps.index(("F", k)) < steps.index(("B", k)) for k in own)
-            kinds = Counter("both" if entry.op == "FB" else "one" for entry in order)
-            assert len(kinds) == 1, "all as one program or none"
-            assert schedule.fuses(plan, s) == ("both" in kinds)
-            assert s == plan.depth - 1 or "both" not in kinds, "a backward of another stage needs that of the next one"
+        for p, replica, stages in rank_replicas(plan):
+            order = list(schedule.computations(plan, p, replica, 1, 4))
+            own = list(range(plan.microbatches + replica, 4 * plan.microbatches, plan.replicas[stages[0]]))
+            assert {entry.stage for entry in order} == set(stages)
+            for s in stages:
+                check_stage(plan, s, [entry for entry in order if entry.stage == s], own)
+
+
+def check_stage(plan, s, order, own):
+    """Check what one replica of a stage computes for its own microbatches."""
+    kinds = Counter(entry.op for entry in order)
+    assert [entry.microbatch for entry in order if entry.is_forward] == own, "forwards in order, each once"
+    assert [entry.microbatch for entry in order if entry.gives_gradient] == own, "backwards in order, each once"
+    assert [entry.microbatch for entry in order if entry.finishes] == own, "backwards for weights in order, each once"
+    halves = {"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"}
+    steps = [(half, entry.microbatch) for entry in order for half in halves[entry.op]]
+    assert all(steps.index(("F", k)) < steps.index(("I", k)) < steps.index(("W", k)) for k in own)
+    fused = {op: kinds[op] for op in ("FB", "FI") if kinds[op]}
+    assert fused in ({}, {"FB": len(own)}, {"FI": len(own)}), "all as one program or none"
+    assert SCHEDULES[plan.schedule].fuses(plan, s) == ("FB" in fused)
+    assert s == plan.depth - 1 or not fused, "a backward of another stage needs that of the next one"
 
 
 def test_what_is_in_flight_is_what_the_order_does(schedule):
     for plan in plans(schedule):
-        batches = 1 if schedule.flushes else batches_until_full(plan) + 2
-        for s, replica in plan.workers:
-            most = begun = 0
-            for entry in schedule.computations(plan, s, replica, 0, batches):
-                begun += entry.op != "B"
-                most = max(most, begun)
-                begun -= entry.op != "F"
-            assert most == schedule.in_flight(plan, s)
+        batches = 1 if schedule.flushes else batches_until_full(plan) + 2 * schedule.period(plan) + 1
+        for p, replica, stages in rank_replicas(plan):
+            most, begun = Counter[int](), Counter[int]()
+            for entry in schedule.computations(plan, p, replica, 0, batches):
+                begun[entry.stage] += entry.is_forward
+                most[entry.stage] = max(most[entry.stage], begun[entry.stage])
+                begun[entry.stage] -= entry.finishes
+            assert most == {s: schedule.in_flight(plan, s) for s in stages}
 
 
 def test_versions_do_not_decrease_and_are_those_of_the_last_batch_after_a_flush(schedule):

@@ -1,0 +1,49 @@
+"""Plans of equal stages, and what they take and hold with given times."""
+
+from jpipe import Plan, lower, simulate
+from jpipe.programs import StageCost
+from jpipe.schedules import SCHEDULES
+
+
+def names(count):
+    """So many layers."""
+    return [f"layer{n}" for n in range(count)]
+
+
+def plan_of(schedule, ranks, chunks, microbatches, **fields):
+    """A plan of one layer a stage."""
+    stages = ranks * chunks
+    return Plan.even(names(stages), stages, schedule, microbatches, chunks_per_rank=chunks, **fields)
+
+
+class Priced:
+    """One batch where each stage takes f for a forward, i and w for the halves of a backward, and transfers are free.
+
+    Attributes:
+        idle: of each rank from the first start of all to the last end of all.
+        own: of each rank from its own first start to its own last end.
+        seconds: from the first start to the last end.
+    """
+
+    def __init__(self, plan, f, i, w):
+        cost = StageCost(forward=float(f), backward=float(i + w), backward_input=float(i), backward_weight=float(w))
+        prediction = simulate(lower(plan, 1), [cost] * plan.depth)
+        busy = [sum(span.end - span.start for span in spans) for spans in prediction.timeline]
+        self.seconds, self.bubble = prediction.seconds, prediction.bubble
+        self.idle = [self.seconds - time for time in busy]
+        self.own = [spans[-1].end - spans[0].start - time for spans, time in zip(prediction.timeline, busy, strict=True)]
+
+
+def order_of(plan, p, replica=0, batches=1):
+    """What a rank computes."""
+    return list(SCHEDULES[plan.schedule].computations(plan, p, replica, 0, batches))
+
+
+def most_held(order, ends):
+    """The most microbatches, over all stages of a rank, between a forward and what `ends` says of an entry."""
+    held = most = 0
+    for entry in order:
+        held += entry.is_forward
+        most = max(most, held)
+        held -= ends(entry)
+    return most
