@@ -37,7 +37,7 @@ from jpipe.runtime._state import State, WorkerState, check_state
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.stages._builder import StageBuilder
-from jpipe.stages._bytes import measure_bytes
+from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_start, temporary_bytes
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 
@@ -364,8 +364,8 @@ class Pipeline:
     def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
-        Times are units: a forward takes 1, a backward 2, one that recomputes 3. Temporaries are known once `init` has compiled, or
-        with `compiled_for`.
+        Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
+        once `init` has compiled, or with `compiled_for`.
 
         Args:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
@@ -375,7 +375,13 @@ class Pipeline:
             InputError: a batch or layers that do not fit; see `check`.
         """
         functions = self._functions(batch)
-        costs = [measure_bytes(f, f.stage.recompute != "none") for f in functions]
+        splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
+        costs = [measure_bytes(f, f.stage.recompute != "none", own) for f, own in zip(functions, splits, strict=True)]
+        for stages in self.plan.rank_stages:
+            for s in stages:
+                if s + 1 in stages:
+                    passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
+                    costs[s + 1] = dataclasses.replace(costs[s + 1], passed=passed)
         for w, stage in {} if self._executor is None else self._executor.stages.items():
             s = self.plan.workers[w][0]
             costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)

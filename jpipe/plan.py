@@ -198,9 +198,11 @@ class Plan(pydantic.BaseModel):
 
     @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the workers that take turns on its device. With replicas each replica is a rank: those of the first stages first."""
+        """For each rank the workers that take turns on its device. Each replica is a rank: those of the first stages first."""
         return tuple(
-            tuple(self.stage_workers[s][replica] for s in stages) for stages in self.rank_stages for replica in range(self.replicas[stages[0]])
+            tuple(self.stage_workers[s][replica] for s in stages)
+            for stages in self.rank_stages
+            for replica in range(self.replicas[stages[0]])
         )
 
     @cached_property

@@ -79,7 +79,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(_builder, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))
-    share(pipeline, "measure_bytes", lambda f, recomputes: ((f.stage.layers, recomputes), f))
+    share(pipeline, "measure_bytes", lambda f, recomputes, splits=False: ((f.stage.layers, recomputes, splits), f))
     share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
     # What users name may be another function in the next test: only what is built in is shared.
     share(model, "layers", lambda config, computes=None: None if config.target else ((repr(config), computes), model.gpt.gpt))

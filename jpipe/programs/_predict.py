@@ -26,10 +26,10 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline, format_grid, to_ticks
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
 from jpipe.programs._verify import versions_before
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Op
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,13 @@ class Predictor:
         plan = program.plan
         self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self._workers = [
-            _Worker(s, plan.rank_workers[plan.rank_of[w]].index(w), costs[s], self._ranks[plan.rank_of[w]], versions_before(plan, w, program.start))
+            _Worker(
+                s,
+                plan.rank_workers[plan.rank_of[w]].index(w),
+                costs[s],
+                self._ranks[plan.rank_of[w]],
+                versions_before(plan, w, program.start),
+            )
             for w, (s, _) in enumerate(plan.workers)
         ]
         for rank in self._ranks:

@@ -14,7 +14,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
 
     Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
-    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of `lower`:
+    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of
+    `lower`:
 
     - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
     - no more versions are alive than the schedule allows;

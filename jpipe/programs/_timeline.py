@@ -172,7 +172,9 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             continue
         match = _CELL.fullmatch(token)
         if not match:
-            raise InputError(f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'")
+            raise InputError(
+                f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'"
+            )
         op, microbatch, version, chunk, star = match.groups()
         spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
     return tuple(spans)

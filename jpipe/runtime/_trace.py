@@ -17,10 +17,10 @@ from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import COMPUTATIONS, Computation, SumSquares, Update
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Op, Span, Timeline
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, Op
 
 _OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
 
@@ -348,17 +348,13 @@ def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
         if of["FI"] and not forward:
             share = cost.forward / (cost.forward + cost.backward_input)
             forward, first = of["FI"] * share, of["FI"] * (1 - share)
-        return replace(
-            cost, forward=forward, backward=first + of["W"], backward_input=first, backward_weight=of["W"], update=update
-        )
+        return replace(cost, forward=forward, backward=first + of["W"], backward_input=first, backward_weight=of["W"], update=update)
     forward, whole = of["F"], of["B"]
     if of["FB"]:
         share = cost.forward / (cost.forward + cost.backward)
         forward, whole = of["FB"] * share, of["FB"] * (1 - share)
     first = cost.backward_input / ((cost.backward_input + cost.backward_weight) or 1.0)
-    return replace(
-        cost, forward=forward, backward=whole, backward_input=whole * first, backward_weight=whole * (1 - first), update=update
-    )
+    return replace(cost, forward=forward, backward=whole, backward_input=whole * first, backward_weight=whole * (1 - first), update=update)
 
 
 def _median(values: Sequence[float]) -> float:

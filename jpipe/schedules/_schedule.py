@@ -182,6 +182,11 @@ class Schedule:
         """Whether stage s runs the forward and the backward of a microbatch as one program."""
         return self.first_op(plan, s) == "FB"
 
+    def splits(self, plan: Shape, s: int) -> bool:
+        """Whether stage s runs its backwards in two halves."""
+        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        return any(entry.op == "W" and entry.stage == s for entry in self.computations(plan, p, 0, 0, 1))
+
     def refuses(self, plan: Shape) -> str:
         """Why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 from jpipe.schedules._schedule import Compute, Shape, fused
 
@@ -12,7 +12,7 @@ Slot = tuple[Literal["F", "B", "I", "W"], int]
 
 def in_turn(pattern: str, times: int) -> list[Slot]:
     """Slots like "F0 I1 W1", op and chunk, so many times over."""
-    return [(name[0], int(name[1:])) for name in pattern.split()] * max(times, 0)  # type: ignore[misc]  # patterns have only these ops
+    return [(cast(Any, name[0]), int(name[1:])) for name in pattern.split()] * max(times, 0)
 
 
 def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> Iterator[Compute]:

@@ -124,7 +124,13 @@ class StageFunctions:
         return [leaves[i] for i in self._rest_positions], tuple(message) if self.last else (message[1],)
 
     def backward_weight(
-        self, params: Tree, rest: tuple[list[Any], tuple[Any, ...]], stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+        self,
+        params: Tree,
+        rest: tuple[list[Any], tuple[Any, ...]],
+        stash: Sequence[Any],
+        accumulators: Tree,
+        rng: tuple[Any, Any],
+        scale: Any = None,
     ) -> Tree:
         """The second half of a backward: the accumulators with this microbatch added."""
         kept, numbers = rest
@@ -137,19 +143,22 @@ class StageFunctions:
 
     def forward_backward_input(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
-    ) -> tuple[Tree, Tree, tuple[Tree, Any]]:
+    ) -> tuple[Tree, Tree, Any]:
         """The last stage's forward and the first half of its backward in one: (gradient message, new state, what `stash_of` takes)."""
         y, new_state, saved = self.forward(params, state, x, labels, rng)
         kept = self.residuals.keep((state, x, labels), (y, new_state))
         gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
         return gradient, new_state, (y, [saved[i] for i in self._rest_of_saved], stash)
 
-    def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
+    def stash_of(
+        self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any
+    ) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
         """(rest, stash) for `backward_weight` after `forward_backward_input` of these (state, x, labels); nothing is computed."""
         y, own, stash = made
         saved = dict(zip(self._rest_of_saved, own, strict=True))
         kept = self.residuals.keep(arguments, (y, new_state))
-        return self.rest(kept, tuple(saved.get(i) for i in range(self.residuals.count)), y), stash
+        others = 0  # in the place of an array that is not read; a None would not be a leaf
+        return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
 
     def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
         """The VJP of a forward from its residuals."""
@@ -397,7 +406,7 @@ class StageFunctions:
         return found[0], found[1]
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
-        """The accumulators with the gradients of one microbatch added, and with the numbers of its message: (loss at the last stage, weight)."""
+        """The accumulators with the gradients of one microbatch and the numbers of its message, (loss at the last stage, weight), added."""
         sums, scale = dict(accumulators["gradients"]), self._scale(scale)
         for entry, part in self.stack.ties.by_place(gradients):
             sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
@@ -443,7 +452,7 @@ class StageFunctions:
 
     @cached_property
     def _rest_positions(self) -> tuple[int, ...]:
-        """The positions, among the leaves of (params, kept, saved, message), of what the second half of a backward reads of the last three."""
+        """What the second half of a backward reads of kept, saved and message: positions among the leaves of (params, kept, saved, message)."""
         params, between = len(jax.tree.leaves(self.specs.params)), len(jax.tree.leaves(self.between_specs))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)
 
@@ -453,6 +462,16 @@ class StageFunctions:
         kept, saved, _ = self.between_specs
         begin = len(jax.tree.leaves((self.specs.params, kept)))
         return tuple(i - begin for i in self._rest_positions if begin <= i < begin + len(saved))
+
+    def reads_argument_late(self, position: int) -> bool:
+        """Whether the second half of a backward reads this residual, an argument by its position among (state, x, labels)."""
+        place = self.residuals.arguments.index(position)
+        return len(jax.tree.leaves(self.specs.params)) + place in self._rest_positions
+
+    def reads_output_late(self, position: int) -> bool:
+        """Likewise an output, by its position among (y, new state)."""
+        place = len(self.residuals.arguments) + self.residuals.outputs.index(position)
+        return len(jax.tree.leaves(self.specs.params)) + place in self._rest_positions
 
     @property
     def stash_spec(self) -> tuple[Any, Any]:

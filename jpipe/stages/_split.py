@@ -34,6 +34,9 @@ _CHEAP = {
 }
 """Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
 
+_UNKNOWN = jex.DebugInfo("split backward", "<unknown>", None, None)
+"""Names of arguments and results for messages: there are none."""
+
 
 class NotSplittable(ValueError):
     """A backward that has side effects, which must happen once and in order."""
@@ -89,7 +92,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], repla
         return var.val if is_literal(var) else values[var]
 
     for number, equation in enumerate(jaxpr.eqns):
-        results = replaced.get(number, lambda inputs, equation=equation: _apply(equation, inputs))(list(map(read, equation.invars)))  # type: ignore[misc]  # equation has a default
+        inputs = list(map(read, equation.invars))
+        results = replaced[number](inputs) if number in replaced else _apply(equation, inputs)
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -119,7 +123,7 @@ def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
     """The results of one equation; None for those that nobody reads. By way of a jaxpr: how to bind differs between JAX versions."""
     given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
     read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
-    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects)
+    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, _UNKNOWN)
     results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
     return [results.get(var) for var in equation.outvars]
 
@@ -171,7 +175,8 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
     """The same jaxpr with two scans in place of each scan that both halves need."""
     jaxpr, replaced = closed.jaxpr, {}
     first, second = (
-        _needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0] for half in (True, False)
+        _needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
+        for half in (True, False)
     )
     for number, equation in enumerate(jaxpr.eqns):
         if equation.primitive.name == "scan":
@@ -251,9 +256,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     return Halves(first_half, lambda own, stashed: second(*own, *stashed), tuple(position[var] for var in read), specs)
 
 
-def _kept_between(
-    jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]
-) -> tuple[list[Any], list[Any]]:
+def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
     """(what the second half computes from, results of the second half that the first half makes), as variables in their order."""
     of_first, of_second = (set(_needed(jaxpr, wanted[half])[1]) for half in (True, False))
     there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
@@ -288,9 +291,9 @@ def _kept_between(
 def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:
     """The function from these variables of a jaxpr to those, by these of its equations."""
     jaxpr = closed.jaxpr
-    effects = jaxpr.effects
-    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), [jaxpr.eqns[number] for number in numbers], effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))  # type: ignore[no-any-return]
+    equations = [jaxpr.eqns[number] for number in numbers]
+    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, _UNKNOWN)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
 
 
 def _nbytes(var: Any) -> int:

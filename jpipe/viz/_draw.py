@@ -8,17 +8,29 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jpipe._html import size
-from jpipe.errors import InputError
+from jpipe.errors import InputError, shortened
+from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Distinguishable for colour-blind readers, and in grey.
-_FORWARD, _BACKWARD, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#1A1A1A", "#E6E6E6"
+# Distinguishable for colour-blind readers, and in grey; in the order of the legend.
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
+_NAMES = {
+    _FORWARD: "forward",
+    _BACKWARD: "backward",
+    _INPUT: "backward for inputs",
+    _WEIGHT: "backward for weights",
+    _UPDATE: "update",
+    _IDLE: "idle",
+}
+_COLOURS = {"F": (_FORWARD,), "B": (_BACKWARD,), "I": (_INPUT,), "W": (_WEIGHT,), "FB": (_FORWARD, _BACKWARD), "FI": (_FORWARD, _INPUT)}
+_TURNS = {"FB": 1 / 3, "FI": 1 / 2}  # the share of the forward in a fused computation: it is unknown, and assumed
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
+_SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _INSIDE = 6.5  # points, the font size inside the panels
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of a figure, and of its margins
 
@@ -29,48 +41,50 @@ def draw_timeline(
     title: str = "",
     unit: str = "s",
     seconds: Mapping[str, float] | float | None = None,
-    workers: Sequence[tuple[int, int]] = (),
+    plan: Plan | None = None,
 ) -> "matplotlib.figure.Figure":
-    """Draw timelines below each other on one time axis, with one row per worker and idle time in grey.
+    """Draw timelines below each other on one time axis, with one row per rank and idle time in grey.
 
-    The title of each panel has its length and its bubble, the share of the workers' time that is idle. A box shows its microbatch, or
-    `3.1` (microbatch 3 with the weights after 1 update) if all of these labels fit.
+    The title of each panel has its length and its bubble, the share of the ranks' time that is idle. A box shows its microbatch, or
+    `3.1` (microbatch 3 with the weights after 1 update) if all of these labels fit. Where ranks have several stages, a box has as many
+    lines at its bottom as its chunk is high: none for a rank's first stage, one for the second; and the chunk is the small number in
+    labels such as `3¹`.
 
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
-        workers: stage and replica of each worker, as in `Plan.workers`; shown beside the rows if a stage has several replicas.
+        plan: whose timelines these are. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
+            stage without replicas.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
 
     Raises:
-        InputError: there is no timeline, one has no length, or the number of workers differs from that of the rows.
+        InputError: there is no timeline, one has no length, or the number of the plan's ranks differs from that of the rows.
     """
     last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
     lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
     counts = [len(timeline) for timeline in timelines.values()]
     row = min(max(8.0 / sum(counts), 0.17), 0.34)  # inches
-    names, note = _names("draw_timeline", max(counts), workers, ", ")
-    left = _LEFT + 0.4 * bool(note)
+    names, note = _names("draw_timeline", max(counts), plan, ": ")
+    left = _LEFT + 0.065 * max(0, max(map(len, names)) - len("rank 10"))
     figure, panels = _figure([row * count for count in counts], 1, title, gap=0.42, sharey=False, left=left)
     scale, unit = _time_unit(max(lengths.values()), unit)
     points = 72 * (_WIDTH - left - _RIGHT) / max(lengths.values())  # of one unit of time
     spans = [span for timeline in timelines.values() for spans in timeline for span in spans]
-    versions = all(_fits(f"{span.microbatch}.{span.version}", _room(span, points), points) for span in spans)
-    numbers = versions or any(_fits(str(span.microbatch), _room(span, points), points) for span in spans)
+    versions = all(_fits(_label(span, versions=True), _room(span, points), points) for span in spans)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions)
-        axes.set_yticks([w + 0.5 for w in range(len(timeline))], names[: len(timeline)])
-        busy = sum(span.end - span.start + span.update_time for spans in timeline for span in spans)
-        bubble = max(1 - busy / (lengths[name] * len(timeline)), 0.0)
-        axes.set_title(f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {bubble:.1%}", loc="left", fontsize=9, pad=4)
+        axes.set_yticks([rank + 0.5 for rank in range(len(timeline))], names[: len(timeline)])
+        words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
+        axes.set_title(f"{name}: {words}", loc="left", fontsize=9, pad=4)
         _time_axis(axes, lengths, scale)
-    inside = ";  in a box: microbatch.version of its weights" if versions else ";  in a box: its microbatch" if numbers else ""
-    panels[-1][0].set_xlabel(f"time ({unit}){inside}{note}", fontsize=8)
-    _legend(figure, left, {"forward": [_FORWARD], "backward": [_BACKWARD], "update": [_UPDATE], "idle": [_IDLE]})
+    panels[-1][0].set_xlabel(f"time ({unit}){_inside(spans, points, versions)}{note}", fontsize=8)
+    used = {colour for span in spans for colour in _COLOURS[span.op]} | ({_UPDATE} if any(span.updates for span in spans) else set())
+    used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
+    _legend(figure, left, {name: [colour] for colour, name in _NAMES.items() if colour in used})
     return figure
 
 
@@ -80,9 +94,9 @@ def draw_memory(
     seconds: Mapping[str, float] | float,
     title: str = "",
     unit: str = "s",
-    workers: Sequence[tuple[int, int]] = (),
+    plan: Plan | None = None,
 ) -> "matplotlib.figure.Figure":
-    """Draw the memory of the workers over time, with one row per worker and one column per entry, on the same axes; peaks are marked.
+    """Draw the memory of the ranks over time, with one row per rank and one column per entry, on the same axes; peaks are marked.
 
     Weights are in blue, one shade per version, so that the versions alive can be counted.
 
@@ -91,14 +105,14 @@ def draw_memory(
         seconds: length of each (one number for all).
         title: title of the picture.
         unit: unit of time, as in `draw_timeline`.
-        workers: as in `draw_timeline`.
+        plan: as in `draw_timeline`.
 
     Raises:
         InputError: as `draw_timeline`.
     """
     lengths = _lengths("draw_memory", memories, seconds)
     rows = max(len(memory) for memory in memories.values())
-    names, note = _names("draw_memory", rows, workers, "\n")
+    names, note = _names("draw_memory", rows, plan, "\n")
     figure, panels = _figure([min(max(8.0 / rows, 0.7), 1.6)] * rows, len(memories), title, gap=0.14, sharey=True)
     scale, unit = _time_unit(max(lengths.values()), unit)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
@@ -123,25 +137,28 @@ def draw_memory(
 
 
 def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, points: float, versions: bool) -> None:
-    for w, spans in enumerate(timeline):
-        where = (w + 0.08, 0.84)
-        boxes: dict[str, list[tuple[float, float]]] = {_FORWARD: [], _BACKWARD: [], _UPDATE: []}
+    for rank, spans in enumerate(timeline):
+        where = (rank + 0.08, 0.84)
+        boxes: dict[str, list[tuple[float, float]]] = {colour: [] for colour in _NAMES if colour != _IDLE}
+        lines: dict[int, list[tuple[float, float]]] = {}
         for span in spans:
             turn = _turn(span)
-            boxes[_FORWARD].append((span.start, turn - span.start))
-            boxes[_BACKWARD].append((turn, span.end - turn))
+            for colour, (start, end) in zip(_COLOURS[span.op], ((span.start, turn), (turn, span.end)), strict=False):
+                boxes[colour].append((start, end - start))
             if span.updates:
                 boxes[_UPDATE].append((span.update_start - _mark(span, points), _mark(span, points) + span.update_time))
-            label = f"{span.microbatch}.{span.version}" if versions else str(span.microbatch)
-            left, right = _room(span, points)
+            for line in range(span.chunk):
+                lines.setdefault(line, []).append((span.start, span.end - span.start))
+            label, (left, right), ink = _label(span, versions), _room(span, points), "white" if span.op == "F" else "black"
             if _fits(label, (left, right), points):
-                colour = "white" if span.op == "F" else "black"
-                axes.text((left + right) / 2, w + 0.5, label, size=_INSIDE, color=colour, ha="center", va="center_baseline")
+                axes.text((left + right) / 2, rank + 0.5, label, size=_INSIDE, color=ink, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
         edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
         for colour, places in boxes.items():
             axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
+        for line, places in lines.items():
+            axes.broken_barh(places, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.set_ylim(len(timeline), 0)
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=_INSIDE)
@@ -149,9 +166,14 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         axes.spines[side].set_visible(False)
 
 
+def _bubble(timeline: Timeline, length: float) -> float:
+    busy = sum(span.end - span.start + span.update_time for spans in timeline for span in spans)
+    return max(1 - busy / (length * len(timeline)), 0.0)
+
+
 def _turn(span: Span) -> float:
-    """The time between forward and backward; in a fused computation it is unknown, and assumed after a third."""
-    return {"F": span.end, "B": span.start, "FB": span.start + (span.end - span.start) / 3}[span.op]
+    """The end of the first part of a span: of the forward, in a fused computation, otherwise of all."""
+    return span.start + (span.end - span.start) * _TURNS[span.op] if span.op in _TURNS else span.end
 
 
 def _mark(span: Span, points: float) -> float:
@@ -162,11 +184,26 @@ def _mark(span: Span, points: float) -> float:
 
 def _room(span: Span, points: float) -> tuple[float, float]:
     """Start and end of the space for a label: for a fused computation, in its backward part."""
-    return (span.start if span.op == "F" else _turn(span)), span.end - _mark(span, points)
+    return (_turn(span) if span.op in _TURNS else span.start), span.end - _mark(span, points)
+
+
+def _label(span: Span, versions: bool) -> str:
+    chunk = str(span.chunk).translate(_SMALL) if span.chunk else ""
+    return f"{span.microbatch}.{span.version}{chunk}" if versions else f"{span.microbatch}{chunk}"
+
+
+def _inside(spans: Sequence[Span], points: float, versions: bool) -> str:
+    """The note that explains the labels and lines of these spans."""
+    chunks = any(span.chunk for span in spans)
+    if not any(_fits(_label(span, versions), _room(span, points), points) for span in spans):
+        return ";  lines in a box: its chunk" if chunks else ""
+    return f";  in a box: {'microbatch.version of its weights' if versions else 'its microbatch'}" + (
+        "; the small number, and the lines: its chunk" if chunks else ""
+    )
 
 
 def _fits(label: str, room: tuple[float, float], points: float) -> bool:
-    width = _INSIDE * sum(0.32 if letter == "." else 0.64 for letter in label)
+    width = _INSIDE * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
 
 
@@ -212,7 +249,7 @@ def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], t
 
 def _lengths(where: str, entries: Mapping[str, Any], seconds: Mapping[str, float] | float) -> dict[str, float]:
     if not entries or not all(entries.values()):
-        raise InputError(f"{where}: expected one entry or more, each of one worker or more, found {list(entries) or 'none'}; give some")
+        raise InputError(f"{where}: expected one entry or more, each of one rank or more, found {list(entries) or 'none'}; give some")
     lengths = {name: seconds.get(name, 0.0) if isinstance(seconds, Mapping) else seconds for name in entries}
     for name, length in lengths.items():
         if not 0 < length < float("inf"):
@@ -231,15 +268,24 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
     axes.xaxis.set_major_formatter(lambda time, _: f"{time / scale:.4g}")
 
 
-def _names(where: str, count: int, workers: Sequence[tuple[int, int]], between: str) -> tuple[list[str], str]:
-    """The names of the rows, with stage and replica if a stage has several replicas, and the note that explains them."""
-    names = [f"worker {w}" for w in range(count)]
-    if workers and len(workers) != count:
-        raise InputError(f"{where}: workers: expected {count}, as many as there are rows, found {len(workers)}; give `plan.workers`")
-    if all(replica == 0 for _, replica in workers):
+def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[list[str], str]:
+    """The names of the rows, with their stages and replica where these need to be said, and the note that explains them."""
+    names = [f"rank {rank}" for rank in range(count)]
+    if plan is None:
         return names, ""
-    named = [f"{name}{between}{s}·{replica}" for name, (s, replica) in zip(names, workers, strict=True)]
-    return named, ";  beside a worker: stage·replica"
+    if len(plan.rank_workers) != count:
+        ranks = f"{count} rank{'s' if count > 1 else ''}"
+        raise InputError(
+            f"{where}: plan: expected {ranks}, as many as there are rows, found {len(plan.rank_workers)}; give the plan that ran"
+        )
+    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    if not replicated and not chunks:
+        return names, ""
+    named = []
+    for name, workers in zip(names, plan.rank_workers, strict=True):
+        stages = shortened([str(plan.workers[w][0]) for w in workers])
+        named.append(f"{name}{between}{stages}" + (f"·{plan.workers[workers[0]][1]}" if replicated else ""))
+    return named, ";  beside a rank: " + ("stage" if not chunks else "its stages") + ("·replica" if replicated else "")
 
 
 def _figure(

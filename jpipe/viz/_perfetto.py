@@ -14,11 +14,11 @@ _Event = dict[str, Any]
 def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
     """Timelines as trace-event JSON, which ui.perfetto.dev opens.
 
-    Each timeline is a process, each worker a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
-    `update` after it. Arrows connect the slices of each microbatch.
+    Each timeline is a process, each rank a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
+    `update` after it. Arrows follow each microbatch through its forwards and backwards, without those for weights alone.
 
     Args:
-        timelines: by name (`predicted`, `measured`), in seconds; the spans of a worker do not overlap.
+        timelines: by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
     """
     events: list[_Event] = []
     flows = count(1)
@@ -28,21 +28,23 @@ def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
 
 
-def _names(pid: int, name: str, workers: int) -> Iterator[_Event]:
+def _names(pid: int, name: str, ranks: int) -> Iterator[_Event]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for w in range(workers):
-        yield {"ph": "M", "pid": pid, "tid": w + 1, "name": "thread_name", "args": {"name": f"worker {w}"}}
-        yield {"ph": "M", "pid": pid, "tid": w + 1, "name": "thread_sort_index", "args": {"sort_index": w}}
+    for rank in range(ranks):
+        yield {"ph": "M", "pid": pid, "tid": rank + 1, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": pid, "tid": rank + 1, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
 def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            name = f"{span.op}{span.microbatch}.{span.version}"
-            yield _slice(pid, tid, name, span.start, span.end) | {"args": {"microbatch": span.microbatch, "version": span.version}}
+            name = f"{span.op}{span.microbatch}.{span.version}" + (f"/{span.chunk}" if span.chunk else "")
+            facts = {"microbatch": span.microbatch, "version": span.version, "chunk": span.chunk}
+            yield _slice(pid, tid, name, span.start, span.end) | {"args": facts}
             if span.updates:
-                yield _slice(pid, tid, "update", span.update_start, span.update_end) | {"args": {"after_microbatch": span.microbatch}}
+                facts = {"after_microbatch": span.microbatch, "chunk": span.chunk}
+                yield _slice(pid, tid, "update", span.update_start, span.update_end) | {"args": facts}
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:
@@ -55,7 +57,8 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
     places: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            places[span.microbatch].append((tid, span))
+            if span.op != "W":  # no other stage waits for it
+                places[span.microbatch].append((tid, span))
     for microbatch, stops in places.items():
         stops.sort(key=lambda stop: stop[1].start)
         flow = {"pid": pid, "name": f"microbatch {microbatch}", "cat": "jpipe", "id": next(ids)}

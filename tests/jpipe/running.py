@@ -72,7 +72,11 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
     `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
     """
-    devices = None if len(plan.workers) == plan.depth else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]  # replicas share what is compiled
+    devices = (
+        None
+        if len(plan.workers) == plan.depth
+        else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
+    )  # replicas share what is compiled
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])

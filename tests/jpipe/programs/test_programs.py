@@ -236,7 +236,7 @@ def test_a_damaged_program_is_refused_with_the_grid(fields, data):
     instructions = damaged(program.instructions, kind, at)
     if instructions is None:
         return
-    with pytest.raises(ProgramError, match=r"(?s)tick +\|.*worker 0 +\|"):
+    with pytest.raises(ProgramError, match=r"(?s)tick +\|.*rank 0 +\|"):
         simulate(dataclasses.replace(program, instructions=instructions))
 
 
@@ -264,7 +264,7 @@ def test_the_words_of_each_violation():
         *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
         *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
         "norm of microbatch … used before it was there",
-        "deadlock, workers … wait for each other",
+        "deadlock, ranks … wait for each other",
         "left behind: …",
         "update … after … backwards, expected …",
         "versions … are left, expected …",
@@ -291,7 +291,7 @@ def test_a_deadlock_is_shown():
     taken = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
     items.remove(taken)
     items.insert(items.index(used) + 1, taken)
-    with pytest.raises(ProgramError, match=r"(?s)deadlock, workers \[0, 1\] wait for each other.*waits at Receive"):
+    with pytest.raises(ProgramError, match=r"(?s)deadlock, ranks \[0, 1\] wait for each other.*waits at Receive"):
         simulate(dataclasses.replace(program, instructions=tuple(items)))
 
 
@@ -337,10 +337,10 @@ def test_grids_are_read_back(fields, batches):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("worker 1 | F0.0", "line 1: expected 'worker 0"),
-        ("worker 0 | F0.0 X", "tick 1: expected a cell like F3.1"),
-        ("worker 0 | - F0.0", "tick 0: '-' goes on with nothing"),
-        ("hello", "line 1: expected 'worker 0"),
+        ("rank 1 | F0.0", "line 1: expected 'rank 0"),
+        ("rank 0 | F0.0 X", "tick 1: expected a cell like F3.1"),
+        ("rank 0 | - F0.0", "tick 0: '-' goes on with nothing"),
+        ("hello", "line 1: expected 'rank 0"),
     ],
 )
 def test_a_grid_that_is_none(text, message):

@@ -7,6 +7,7 @@ import pytest
 from jpipe import InputError
 from tests.jpipe.schedules.pricing import Priced, most_held, order_of, plan_of
 
+
 def price(schedule, d, v, m, times):
     """Of a batch on d ranks of v stages; times of a whole rank's share are v times those of a stage."""
     return Priced(plan_of(schedule, d, v, m), *times)

@@ -208,5 +208,5 @@ def test_init_verifies_the_programs(monkeypatch):
 
     monkeypatch.setattr(_lower._Listing, "write", forgets_an_update)
     stack = plain_stack(2)
-    with pytest.raises(ProgramError, match="worker 0"):
+    with pytest.raises(ProgramError, match="rank 0"):
         Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), squares, momentum()).init(jax.random.key(0), batches_of(1, 4)[0])

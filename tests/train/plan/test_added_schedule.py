@@ -61,7 +61,7 @@ def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
     assert cli.main(["simulate", str(path), "--set", f"plan.schedule={schedule}", "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert f"{schedule}: 2 stages, 2 microbatches per batch" in printed
-    assert "worker 1 |    . F0.0 F1.0 B0.0 - B1.0* -" in printed
+    assert "rank 1 |    . F0.0 F1.0 B0.0 - B1.0* -" in printed
     assert picture.stat().st_size > 0
 
 

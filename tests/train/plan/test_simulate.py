@@ -160,12 +160,12 @@ def test_pictures_are_written_whole_and_named(simulated, config, plan_file, tmp_
 def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_file, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     whole, printed = jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(Path(plan_file()).read_text()), 3)).grid(), simulated(plan_file())
-    lines = [line for line in printed.splitlines() if line.startswith(("tick", "worker ")) and "|" in line]
+    lines = [line for line in printed.splitlines() if line.startswith(("tick", "rank ")) and "|" in line]
     assert all(full.startswith(line) for line, full in zip(lines, whole.splitlines(), strict=True))
     ticks = len(lines[0].split("|")[1].split())
     assert f"… the first {ticks} of 63 ticks; --png draws them all" in printed
     assert {len(line.split("|")[1].split()) for line in lines} == {ticks}
-    assert max(map(len, lines)) <= max(columns, len("worker 0 |    0"))
+    assert max(map(len, lines)) <= max(columns, len("rank 0 |    0"))
     following = whole.splitlines()[0].split("|")[1].split()[ticks]
     assert len(lines[0]) + 2 + len(following) > columns
 
