@@ -15,7 +15,7 @@ GOOD = ("F0.0 F0.1 B0.0 B0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1")
 
 def with_order(*order, m=2, ranks=None, stages=2, **fields):
     """A plan with this order."""
-    layers = "abcdef"[:stages]
+    layers = "abcdefghijkl"[:stages]
     return Plan.even(layers, stages, "auto_zero_bubble", m, ranks=ranks, order=order, **fields)
 
 
@@ -30,7 +30,11 @@ def test_an_order_is_read_and_runs_as_it_stands():
 @pytest.mark.parametrize(
     ("place", "text", "message"),
     [
-        (0, "F0.0 F0.1 B0.0", "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1"),
+        (
+            0,
+            "F0.0 F0.1 B0.0",
+            "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1",
+        ),
         (0, "", "order.0: after 0 entries stage 0 lacks the forward of microbatch 0 and 1 more; expected microbatches 0 to 1"),
         (1, "F1.0 I1.0 F1.1 I1.1 W1.0", "order.1: after 5 entries stage 1 lacks the backward for weights of microbatch 1; expected"),
         (0, "F0.0 F0.1 B0.0 B0.1 B0.1", "order.0: entry 4, B0.1: stage 0 has had the backward for inputs of all 2 microbatches; remove it"),
@@ -45,7 +49,11 @@ def test_an_order_is_read_and_runs_as_it_stands():
         (0, "F0.0 FB0.1", "order.0: entry 1, FB0.1: FB is for the last stage, 1, which has no other to wait for; use F"),
         (1, "FI1.0 W1.0 FB1.1", "order.1: entry 2, FB1.1: expected FI, as for the microbatches before it at stage 1, found FB"),
         (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
-        (0, "F0.0,F0.1", "order.0: entry 0: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'"),
+        (
+            0,
+            "F0.0,F0.1",
+            "order.0: entry 0: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'",
+        ),
         (0, "F0.99999999999999999999", "order.0: entry 0: expected an op"),
         (0, "F٠.0", "order.0: entry 0: expected an op"),
     ],
@@ -58,7 +66,9 @@ def test_a_wrong_order_is_refused(place, text, message):
 
 
 def test_orders_are_refused_where_they_do_not_belong():
-    with pytest.raises(InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"):
+    with pytest.raises(
+        InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"
+    ):
         Plan.even("ab", 2, "auto_zero_bubble", 2)
     with pytest.raises(InputError, match="order: expected one text for each of 2 ranks, found 1"):
         with_order(GOOD[0])

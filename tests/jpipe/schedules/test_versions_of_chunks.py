@@ -42,40 +42,36 @@ def test_the_closed_form_of_backwards_done_is_what_the_order_does_for_more_ranks
         check_done(ranks, chunks)
 
 
-def legal_by_counting(ranks, chunks, m):
-    """Whether two versions are enough: each forward of a batch t finds that all of batch t - 2 has been done at its stage."""
-    plan = plan_of("interleaved_1f1b", ranks, chunks, m)  # of the same shape, and legal for any m
-    endless = SCHEDULES["pipedream_2bw"]
+def legal_by_counting(ranks, chunks, own, replicas):
+    """Whether two versions are enough: each forward of a batch t finds that all of batch t - 2 has been done at its stage, and with
+    several replicas one microbatch more, so that the sum over them has had time."""
+    plan = plan_of("looped_bfs", ranks, chunks, own * replicas, replicas=replicas)  # of the same shape, and legal for any m
     for p in range(ranks):
         done = dict.fromkeys(plan.rank_stages[p], 0)
-        for entry in endless.order(plan, p, range(8 * ranks * m)):
-            s, k = entry.stage, entry.microbatch
-            if entry.is_forward and (k // m - 1) * m > done[s]:
+        for entry in SCHEDULES["pipedream_2bw"].order(plan, p, range(0, 8 * ranks * own * replicas, replicas)):
+            s, batch = entry.stage, entry.microbatch // (own * replicas)
+            if entry.is_forward and batch > 1 and (batch - 1) * own + (replicas > 1) > done[s]:
                 return False
             done[s] += entry.finishes
     return True
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(2, 2), (3, 4), (4, 6)])
+@pytest.mark.parametrize(("ranks", "least"), [(1, 1), (2, 2), (3, 5), (4, 6)])
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_2bw_in_chunks_is_legal_where_two_versions_are_enough(ranks, least, chunks):
-    """Of every m from 2 (d - 1) on; of fewer where these happen to divide the groups."""
-    for m in range(1, least + 5):
-        expected = legal_by_counting(ranks, chunks, m)
-        try:
-            plan_of("pipedream_2bw", ranks, chunks, m)
-        except InputError as error:
-            assert not expected, m
-            assert f"needs at least {least} microbatches" in str(error) or m < least
-        else:
-            assert expected, m
-        if m >= least:
-            assert expected
-    assert not legal_by_counting(ranks, chunks, least - 1)
+    for replicas, needed in ((1, least), (2, 2 * ranks)):
+        legal = [own for own in range(1, needed + 5) if legal_by_counting(ranks, chunks, own, replicas)]
+        assert legal == list(range(needed, needed + 5))
+        assert plan_of("pipedream_2bw", ranks, chunks, needed * replicas, replicas=replicas)
+        if needed > 1:
+            with pytest.raises(
+                InputError, match=rf"needs at least {needed * replicas} microbatches .*, found microbatches {(needed - 1) * replicas}"
+            ):
+                plan_of("pipedream_2bw", ranks, chunks, (needed - 1) * replicas, replicas=replicas)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "least"), [(6, 10), (8, 14)])
+@pytest.mark.parametrize(("ranks", "least"), [(5, 9), (6, 10), (7, 13), (8, 14)])
 def test_2bw_in_chunks_is_legal_where_two_versions_are_enough_for_more_ranks(ranks, least):
     test_2bw_in_chunks_is_legal_where_two_versions_are_enough(ranks, least, 2)
 
@@ -105,7 +101,11 @@ def test_after_flushed_batches_the_order_begins_anew():
     [
         ("gpipe", {"chunks_per_rank": 2}, r"the schedule 'gpipe' needs one stage for each rank, in order; found ranks"),
         ("zb_h1", {"ranks": [[0, 3], [1, 2]]}, r"'zb_h1' needs one stage for each rank"),
-        ("zb_v", {"ranks": [[0, 2], [1, 3]]}, r"'zb_v' needs ranks in a V, an even number of stages, .*; found ranks \[\[0, 2\], \[1, 3\]\]"),
+        (
+            "zb_v",
+            {"ranks": [[0, 2], [1, 3]]},
+            r"'zb_v' needs ranks in a V, an even number of stages, .*; found ranks \[\[0, 2\], \[1, 3\]\]",
+        ),
         ("dualpipe_v", {"ranks": [[0, 2], [1, 3]], "microbatches": 4}, r"'dualpipe_v' needs ranks in a V"),
         ("interleaved_1f1b", {"ranks": [[0, 3], [1, 2]]}, r"'interleaved_1f1b' needs as many stages for each rank, stage s on rank s mod"),
         (
@@ -114,9 +114,17 @@ def test_after_flushed_batches_the_order_begins_anew():
             r"'dualpipe_v' needs at least 4 microbatches for 4 stages on 2 ranks, found microbatches 3; raise microbatches or use fewer stages$",
         ),
         ("dualpipe_v", {"microbatches": 6, "replicas": 2}, r"needs at least 8 microbatches for 4 stages on 2 ranks with 2 replicas, found"),
-        ("zb_v", {"replicas": [1, 2, 2, 1], "microbatches": 4}, r"'zb_v' with several stages on a rank needs equally many replicas of each"),
+        (
+            "zb_v",
+            {"replicas": [1, 2, 2, 1], "microbatches": 4},
+            r"'zb_v' with several stages on a rank needs equally many replicas of each",
+        ),
         ("interleaved_zero_bubble", {"chunks_per_rank": 2, "replicas": [1, 2, 1, 2]}, r"needs equally many replicas of each"),
-        ("pipedream_2bw", {"chunks_per_rank": 2, "microbatches": 1}, r"'pipedream_2bw' needs at least 2 microbatches for 4 stages on 2 ranks"),
+        (
+            "pipedream_2bw",
+            {"chunks_per_rank": 2, "microbatches": 1},
+            r"'pipedream_2bw' needs at least 2 microbatches for 4 stages on 2 ranks",
+        ),
         ("looped_bfs", {"chunks_per_rank": 3}, r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 6 stages"),
         ("looped_bfs", {"chunks_per_rank": 0}, r"chunks_per_rank: expected an integer of 1 or more, found 0"),
         ("looped_bfs", {"layers": "abc"}, r"expected between 1 and 3 stages \(the number of layers\), found 4"),
