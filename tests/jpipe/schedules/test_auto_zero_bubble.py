@@ -23,7 +23,7 @@ def test_an_order_is_read_and_runs_as_it_stands():
     plan = with_order(*GOOD)
     assert [f"{op}{s}.{k}" for op, s, k in order_of(plan, 0)] == GOOD[0].split()
     # at the last stage what always stands side by side is one program
-    assert [f"{op}{s}.{k}" for op, s, k in order_of(plan, 1)] == "FI1.0 FI1.1 W1.0 W1.1".split()
+    assert [f"{op}{s}.{k}" for op, s, k in order_of(plan, 1)] == ["FI1.0", "FI1.1", "W1.0", "W1.1"]
     assert [span.op for span in simulate(lower(plan, 1)).timeline[1]] == ["FI", "FI", "W", "W"]
 
 
