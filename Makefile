@@ -23,13 +23,13 @@ train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-sta
 test: .venv/ready ## Run all tests except the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: .venv/ready ## Run the tests that `make test` leaves out
+test-slow: .venv/ready .venv-torch/ready ## Run the tests that `make test` leaves out
 	@$(VENV)/$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-newest: ## Run the tests marked `newest` on the newest Python and JAX, where there is Python 3.12 or newer
 	@$(call on_newest,-m newest)
 
-test-all: .venv/ready ## Run all tests, and those marked `newest` once more on the newest Python and JAX
+test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `newest` once more on the newest Python and JAX
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_newest,-m newest)
 
@@ -89,7 +89,7 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# PyTorch's CPU build (200 MB; the CUDA build has gigabytes). Without it the benchmark omits its rows. Its pipelines need numpy.
+# PyTorch's CPU build (200 MB; the CUDA build has gigabytes). Without it the benchmark omits its rows, and a slow test is skipped. Its pipelines need numpy.
 TORCH ?= torch==2.13.0+cpu
 .venv-torch/ready:
 	@echo "Setting up .venv-torch (once) ..."

@@ -194,7 +194,7 @@ class Plan(pydantic.BaseModel):
         if self.ranks is not None:
             return self.ranks
         layout = SCHEDULES[self.schedule].layout
-        return arranged(layout, self.depth, 2 if layout == "v" and self.depth % 2 == 0 else 1)
+        return arranged("v", self.depth, 2) if layout == "v" and self.depth % 2 == 0 else arranged("straight", self.depth, 1)
 
     @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:

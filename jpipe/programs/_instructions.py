@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jpipe.plan import Plan
-from jpipe.schedules import Op
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared"]
@@ -169,7 +168,7 @@ class Evaluate:
 
 Computation = Forward | Backward | ForwardBackward | BackwardInput | BackwardWeight | ForwardBackwardInput
 
-COMPUTATIONS: dict[Op, type[Computation]] = {
+COMPUTATIONS: dict[str, type[Computation]] = {
     "F": Forward,
     "B": Backward,
     "FB": ForwardBackward,
@@ -177,7 +176,7 @@ COMPUTATIONS: dict[Op, type[Computation]] = {
     "W": BackwardWeight,
     "FI": ForwardBackwardInput,
 }
-"""The instruction of each op of an order."""
+"""The instruction of each op of an order, see `jpipe.schedules.Compute`."""
 
 Instruction = (
     Load

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
@@ -544,7 +544,7 @@ class _Listing:
 
 
 _COMPUTES = {Load, *COMPUTATIONS.values()}
-_OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
+_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
 _TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 

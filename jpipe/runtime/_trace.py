@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -22,7 +22,7 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES, Op
 
-_OPS: dict[type, Op] = {kind: op for op, kind in COMPUTATIONS.items()}
+_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
 
 
 @dataclass(frozen=True)

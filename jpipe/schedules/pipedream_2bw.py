@@ -9,8 +9,8 @@
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
 Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches
-each, as the paper requires. With several stages on a rank, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1) on p ranks
-is always enough. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
+each, as the paper requires. On p ranks of several stages, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1), one more
+for odd p; m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
 
 import math
@@ -24,16 +24,13 @@ def _refusal(plan: Shape) -> str:
 
 
 def _too_few_microbatches(plan: Shape) -> str:
-    # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
-    needs = [r * (_late(plan, s) + (r > 1)) for s, r in enumerate(plan.replicas)]
-    common = math.lcm(*plan.replicas)
-    straight = plan.depth == len(plan.rank_stages)
-    least = -(-max(plan.depth if straight else 1, *needs) // common) * common
+    least = _least_straight(plan) if plan.depth == len(plan.rank_stages) else _least_in_chunks(plan)
     if plan.microbatches < least:
-        ranks = "" if straight else f" on {len(plan.rank_stages)} ranks"
+        ranks = "" if plan.depth == len(plan.rank_stages) else f" on {len(plan.rank_stages)} ranks"
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
-        replicas = f" with replicas {list(plan.replicas)}" if common > 1 else ""
-        fewer = "fewer stages or replicas" if common > 1 else "fewer stages"
+        replicated = max(plan.replicas) > 1
+        replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
+        fewer = "fewer stages or replicas" if replicated else "fewer stages"
         return (
             f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{ranks}{replicas}{extra}, "
             f"found microbatches {plan.microbatches}; raise microbatches or use {fewer}"
@@ -41,13 +38,17 @@ def _too_few_microbatches(plan: Shape) -> str:
     return ""
 
 
-def _late(plan: Shape, s: int) -> int:
-    """The most microbatches of earlier batches that are unfinished at stage s when a batch begins."""
-    if plan.depth == len(plan.rank_stages):
-        return pipeline_in_flight(plan, s) - 1
-    own = plan.microbatches // plan.replicas[s]
-    late = (n * own for n in range(100, 100 + endless_period(plan)))
-    return max(n - endless_done(plan, s, n * plan.replicas[s]) for n in late)
+def _least_straight(plan: Shape) -> int:
+    # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
+    needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
+    common = math.lcm(*plan.replicas)
+    return -(-max(plan.depth, *needs) // common) * common
+
+
+def _least_in_chunks(plan: Shape) -> int:
+    # The same on p ranks of several stages, by counting in the order: 2 (p - 1), one more for odd p; 2 p for each of several replicas.
+    ranks, replicas = len(plan.rank_stages), plan.replicas[0]
+    return 2 * (ranks - 1) + ranks % 2 if replicas == 1 else 2 * ranks * replicas
 
 
 PIPEDREAM_2BW = Schedule(

@@ -452,7 +452,7 @@ class StageFunctions:
 
     @cached_property
     def _rest_positions(self) -> tuple[int, ...]:
-        """What the second half of a backward reads of kept, saved and message: positions among the leaves of (params, kept, saved, message)."""
+        """What the second half of a backward reads of kept, saved and message, as positions in (params, kept, saved, message)."""
         params, between = len(jax.tree.leaves(self.specs.params)), len(jax.tree.leaves(self.between_specs))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)
 

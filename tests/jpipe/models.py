@@ -108,10 +108,13 @@ def batches_of(count: int, rows: int, *, seed: int = 0, width: int = WIDTH, dtyp
     return [tuple(rng.normal(size=(rows, width)).astype(dtype) for _ in range(2)) for _ in range(count)]
 
 
-VARIANTS: dict[str, dict] = {name: {"schedule": name} for name in SCHEDULES} | {
+VARIANTS: dict[str, dict] = {name: {"schedule": name} for name in ("naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw")} | {
     "pipedream_vertical_sync": {"schedule": "pipedream", "vertical_sync": True}
 }
-"""Every schedule of the registry, and every option that changes its numbers."""
+"""The schedules with one stage on each rank and whole backwards, and every option that changes their numbers."""
+
+OTHERS = [name for name in SCHEDULES if name not in VARIANTS]
+"""The schedules that run several stages on a rank, or backwards in two halves."""
 
 
 def is_legal(**fields) -> bool:

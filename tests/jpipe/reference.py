@@ -97,11 +97,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
         if op == "FI":
-            arguments = read[last], state[last][r], x, labels, draw[last], *scale
-            before = state[last][r], x, labels
-            x, state[last][r], made = calls[last]["forward_backward_input"](*arguments)
-            rest, stash = functions[last].stash_of(before, state[last][r], made)
-            sums[last][r] = calls[last]["backward_weight"](read[last], rest, stash, sums[last][r], draw[last], *scale)
+            before, rest = (state[last][r], x, labels), (draw[last], *scale)
+            x, state[last][r], sums[last][r] = in_halves(functions[last], calls[last], read[last], before, sums[last][r], rest)
         if op == "FB":
             arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
             x, sums[last][r], state[last][r] = calls[last]["forward_backward"](*arguments)
@@ -119,11 +116,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
             norms[k // m] = norm.norm
         if scales and len(totals) == d:
-            growing = 0 if norm.nonfinite else growing + 1
-            grown = dynamic.growth_every == growing
-            factor = 0.5 if norm.nonfinite else 2.0 if grown else 1.0
-            scales[k // m + 1] = max(scales[k // m] * factor, 1.0)
-            growing = 0 if grown else growing
+            scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
             versions[s][g + 1], optimizer[s], _, mean = calls[s]["update"](versions[s][g], optimizer[s], total, norm)
@@ -135,6 +128,19 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
     return Outcome(losses, weights, norms, {t - 1: jnp.float32(scales[t]) for t in scales if t}, versions, optimizer, state)
+
+
+def next_scale(dynamic, scale, growing, nonfinite):
+    """(the loss scale after a batch, the number of batches since it last changed)."""
+    if nonfinite:
+        return max(scale * 0.5, 1.0), 0
+    return (max(scale * 2.0, 1.0), 0) if growing + 1 == dynamic.growth_every else (scale, growing + 1)
+
+
+def in_halves(f, calls, params, arguments, sums, rest):
+    """A forward and a backward in two halves at the last stage: (gradient message, new state, accumulators)."""
+    message, state, made = calls["forward_backward_input"](params, *arguments, *rest)
+    return message, state, calls["backward_weight"](params, *f.stash_of(arguments, state, made), sums, *rest)
 
 
 def mean_states(state: list[Any]) -> list[Any]:

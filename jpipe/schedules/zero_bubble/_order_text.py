@@ -122,11 +122,10 @@ class _Checks:
         """Refuse microbatches out of order, and what comes before that which it needs."""
         for part in _PARTS[op]:
             found = self.done[part, s]
+            if found == self.microbatches:
+                raise _WrongOrder(f"{where}: stage {s} has had the {_NAMES[part]} of all {found} microbatches; remove it")
             if k != found:
-                expected = f"expected microbatch {found} as the next" if found < self.microbatches else f"expected no more than {found}"
-                raise _WrongOrder(f"{where}: {expected} {_NAMES[part]} of stage {s}, found microbatch {k}")
-        if k >= self.microbatches:
-            raise _WrongOrder(f"{where}: expected microbatches 0 to {self.microbatches - 1}, found {k}")
+                raise _WrongOrder(f"{where}: expected microbatch {found} as the next {_NAMES[part]} of stage {s}, found microbatch {k}")
         for part, needs in (("I", "F"), ("W", "I")):
             if part in _PARTS[op] and needs not in _PARTS[op] and self.done[needs, s] <= k:
                 raise _WrongOrder(f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it")

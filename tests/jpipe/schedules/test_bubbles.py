@@ -75,7 +75,7 @@ def test_the_conditions_of_the_formulas_are_needed(kind):
     """Where they do not hold the bubble is another: the simulator decides."""
     if kind == "idle":
         assert max(price("zb_h1", 4, 1, 8, (1, 1, 2)).idle) > 0
-        assert max(price("interleaved_1f1b", 4, 2, 6, (1, 1, 1)).idle) > 3 * 3
+        assert max(price("interleaved_1f1b", 4, 2, 13, (1, 1, 1)).idle) > 3 * 3
     else:
         assert max(price("zb_h2", 4, 1, 6, (1, 1, 1)).own) > 0
         assert max(price("zb_v", 4, 2, 8, (2, 1, 1)).own) > 0

@@ -1,0 +1,83 @@
+"""Orders are those of PyTorch's schedule classes, where both have the schedule; compared as data."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.jpipe.schedules.pricing import order_of, plan_of
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-torch" / "bin" / "python"
+CLASSES = {
+    "gpipe": ("ScheduleGPipe", (1,)),
+    "pipedream_flush": ("Schedule1F1B", (1,)),
+    "interleaved_1f1b": ("ScheduleInterleaved1F1B", (1, 2, 3)),
+    "interleaved_zero_bubble": ("ScheduleInterleavedZeroBubble", (1, 2, 3)),
+    "looped_bfs": ("ScheduleLoopedBFS", (1, 2, 3)),
+    "zb_v": ("ScheduleZBVZeroBubble", (2,)),
+    "dualpipe_v": ("ScheduleDualPipeV", (2,)),
+}
+
+
+def has(schedule, ranks, microbatches):
+    """Whether PyTorch's class takes so many microbatches."""
+    rounds = max(1, microbatches // ranks)
+    return {
+        "pipedream_flush": microbatches >= ranks,
+        "interleaved_1f1b": microbatches % rounds == 0,
+        "interleaved_zero_bubble": microbatches % rounds == 0,
+        "dualpipe_v": microbatches >= 2 * ranks,
+    }.get(schedule, True)
+
+
+def theirs(schedule, order, last, microbatches):
+    """PyTorch's order of a rank in jpipe's terms."""
+    entries = [(op, s, k) for op, s, k in order if op != "REDUCE_GRAD"]  # jpipe adds gradients up as they are made
+    if schedule == "looped_bfs":  # PyTorch takes the backwards of a stage from the last microbatch to the first, jpipe in order
+        entries = [(op, s, microbatches - 1 - k if op == "B" else k) for op, s, k in entries]
+    if schedule == "pipedream_flush":  # PyTorch's list numbers the forwards of the last stage from 1; what it runs has them from 0
+        entries = [(op, s, k - 1 if op == "F" and s == last else k) for op, s, k in entries]
+    return whole_at_stage_0(entries)
+
+
+def ours(entries):
+    """jpipe's order of a rank with what it computes as one program in its parts."""
+    return whole_at_stage_0([(op, s, k) for ops, s, k in entries for op in ops])
+
+
+def whole_at_stage_0(entries):
+    """Both halves of a backward at stage 0 as a whole one where they follow each other, as jpipe does it there."""
+    found = []
+    for op, s, k in entries:
+        if (op, s) == ("W", 0) and found and found[-1] == ("I", 0, k):
+            found[-1] = ("B", 0, k)
+        else:
+            found.append((op, s, k))
+    return found
+
+
+@pytest.mark.slow
+def test_orders_are_those_of_pytorch():
+    if not PYTHON.exists():
+        pytest.skip("PyTorch is needed in .venv-torch: `make .venv-torch/ready`")
+    cases = [
+        (schedule, ranks, chunks, microbatches)
+        for schedule, (_, numbers) in CLASSES.items()
+        for chunks in numbers
+        for ranks in (1, 2, 3, 4, 8)
+        for microbatches in (*range(1, 10), 12, 16, 17, 24)
+        if has(schedule, ranks, microbatches)
+    ]
+    asked = json.dumps([(CLASSES[schedule][0], *rest) for schedule, *rest in cases])
+    program = Path(__file__).with_name("torch_orders.py")
+    result = subprocess.run([PYTHON, program], input=asked, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    for case, expected in zip(cases, json.loads(result.stdout), strict=True):
+        schedule, ranks, chunks, microbatches = case
+        plan = plan_of(schedule, ranks, chunks, microbatches)
+        for p in range(ranks):
+            found = ours(order_of(plan, p))
+            assert found == theirs(schedule, expected[p], plan.depth - 1, microbatches), (case, p)
+    assert len(cases) > 400

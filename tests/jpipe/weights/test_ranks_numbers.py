@@ -1,0 +1,91 @@
+"""Schedules that run several stages on a rank, or split backwards, give the numbers of the sequential reference, bit for bit."""
+
+import itertools
+
+import pytest
+
+from jpipe import InputError, LayerStack, Plan
+from jpipe.programs import StageCost
+from jpipe.schedules import SCHEDULES, greedy_order
+from tests.jpipe import models
+from tests.jpipe.running import check_against_reference
+
+STACK = models.rich_stack()
+LONG = LayerStack({f"{layer_id}{n}": STACK.layers[layer_id] for n in range(3) for layer_id in ("track", "noise", "mix", "out")})
+
+
+def plan_of(schedule: str, ranks: int, chunks: int, m: int, replicas: int = 1, **fields) -> Plan:
+    """A plan of equal cuts; for `auto_zero_bubble` with an order made for equal times."""
+    ids = STACK.ids if ranks * chunks <= len(STACK.ids) else LONG.ids
+    given = {"layers": ids, "num_stages": ranks * chunks, "microbatches": m, "replicas": replicas, "chunks_per_rank": chunks} | fields
+    if schedule != "auto_zero_bubble":
+        return Plan.even(schedule=schedule, **given)
+    straight = Plan.even(schedule="looped_bfs", **given)
+    order = greedy_order(straight, [StageCost()] * straight.depth, limits=max(2 * ranks * chunks, 2))
+    return Plan.even(schedule=schedule, order=order, **given)
+
+
+def check(plan: Plan, drain_after: set[int], **options) -> None:
+    stack = STACK if len(plan.layers) == len(STACK.ids) else LONG
+    check_against_reference(stack, plan, drain_after, **options)
+
+
+FEW = [
+    ("interleaved_1f1b", 2, 2, 3, 1, {}),
+    ("zb_h1", 3, 1, 4, 1, {}),
+    ("zb_v", 2, 2, 3, 1, {}),
+    ("pipedream_2bw", 2, 2, 3, 1, {}),  # groups of 2 microbatches begin in one batch and end in the next
+    ("pipedream_2bw", 3, 1, 3, 1, {"split_backward": "early"}),
+    ("pipedream", 2, 2, 3, 1, {"vertical_sync": True}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "chunks", "m", "replicas", "fields"), FEW)
+def test_numbers_are_those_of_the_reference(schedule, ranks, chunks, m, replicas, fields):
+    check(plan_of(schedule, ranks, chunks, m, replicas, **fields), drain_after={1, 4})
+
+
+def all_plans():
+    """Each schedule on 1 to 4 ranks of 1 to 3 chunks, few and many microbatches, with and without replicas: the legal ones."""
+    for schedule, ranks, chunks, replicas in itertools.product(
+        [*models.OTHERS, "pipedream", "pipedream_2bw"], (1, 2, 3, 4), (1, 2, 3), (1, 2)
+    ):
+        layout = SCHEDULES[schedule].layout
+        if (layout == "straight" and chunks > 1) or (layout == "v" and chunks != 2) or (schedule.startswith("pipedream") and chunks == 1):
+            continue
+        for m in sorted({1, 3, 4, 2 * ranks}):
+            try:
+                yield plan_of(schedule, ranks, chunks, m * replicas, replicas)
+            except InputError:
+                continue
+
+
+PLANS = list(all_plans())
+PARTS = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_numbers_of_all_plans_are_those_of_the_reference(part):
+    assert len(PLANS) > 200
+    for plan in PLANS[part::PARTS]:
+        check(plan, drain_after={2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"clip_global_norm": 0.5}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved_zero_bubble", 2), ("zb_v", 2), ("zb_h2", 1), ("pipedream_2bw", 2), ("pipedream", 2)]
+)
+def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunks, fields):
+    options = {"vertical_sync": True} if schedule == "pipedream" else {}
+    for m, replicas in ((5, 1), (8, 2)):
+        check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "zb_h1", "pipedream_2bw"])
+@pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
+def test_numbers_with_recomputation_are_those_of_the_reference(schedule, recompute):
+    chunks = 1 if schedule == "zb_h1" else 2
+    check(plan_of(schedule, 2, chunks, 4, recompute=recompute), drain_after={2})
