@@ -248,6 +248,14 @@ def shown_table(html: str) -> tuple[str, list[list[str]]]:
     return shown.findtext("p"), [[cell.text for cell in row] for row in shown.iter("tr")]
 
 
+def test_a_notebook_shows_the_ranks_of_a_plan_and_their_devices():
+    plan = Plan.even("abcd", 4, "zb_v", 4, replicas=2, placement=[[5, 6], [7, 8]])
+    caption, (head, *rows) = shown_table(plan._repr_html_())
+    assert caption.startswith("Plan: zb_v, 4 microbatches, 4 stages")
+    assert head == ["stage", "layers", "replicas", "recompute", "rank", "devices"]
+    assert [row[-2:] for row in rows] == [["0, 1", "5, 6"], ["2, 3", "7, 8"], ["2, 3", "7, 8"], ["0, 1", "5, 6"]]
+
+
 def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
     pipe = pipeline("pipedream_2bw")
     stages = [["0", "track, noise", "1", "none"], ["1", "mix", "1", "none"], ["2", "out", "1", "none"]]

@@ -5,6 +5,8 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jpipe
@@ -139,11 +141,13 @@ class Told(jpipe.processes.Processes):
             return self.kept.pop(name)
 
 
-def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, monkeypatch):
+def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypatch):
     monkeypatch.setattr(gather, "_PIECE", 7)
-    pipe, _ = build.build(changed(tiny, plan={"num_stages": 3, "schedule": "gpipe"}), Reporter(1, 1, "tokens"))
     homes = (0, 2, 1)
-    vars(pipe)["devices"] = tuple(types.SimpleNamespace(process_index=home) for home in homes)
+    plan = jpipe.Plan.even("abcdef", 6, "zb_v", 6)
+    stack = jpipe.LayerStack(dict.fromkeys(plan.layers, jnp.tanh))
+    pipe = jpipe.Pipeline(stack, plan, lambda outputs, labels: (outputs.sum(), 1), optax.sgd(0.1))
+    vars(pipe)["devices"] = tuple(types.SimpleNamespace(process_index=homes[rank]) for rank in plan.rank_of)
     spans = [(jpipe.programs.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
     samples = [(jpipe.programs.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
     everyone: list[Told] = []
@@ -161,5 +165,5 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(tiny, mon
 
 
 def test_a_piece_fits_into_a_line_of_the_channel():
-    message = {"broadcast": "trace of batch 1000000, worker 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
+    message = {"broadcast": "trace of batch 1000000, rank 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
     assert len(_channel._line(message)) < _channel._LINE

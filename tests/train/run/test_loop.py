@@ -352,6 +352,18 @@ def test_too_few_devices_are_no_obstacle():
     assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((0,), (100_000,)))) == 100_001
 
 
+def test_a_device_is_for_a_rank_and_all_its_stages(tiny):
+    layers = [f"layer_{number}" for number in range(6)]
+    for keys, ranks in (
+        ({"schedule": "interleaved_1f1b", "num_stages": 6, "chunks_per_rank": 3, "replicas": 2}, 4),
+        ({"schedule": "looped_bfs", "num_stages": 4, "chunks_per_rank": 2, "replicas": [1, 2, 1, 2]}, 3),
+        ({"schedule": "zb_v", "num_stages": 6}, 3),
+        ({"schedule": "zb_h1", "num_stages": 3, "replicas": [2, 1, 1]}, 4),
+    ):
+        config = changed(tiny, plan=keys | {"microbatches": 12}, train={"batch_size": 12}).plan
+        assert config.ranks == ranks == build.devices_of(build.make_plan(config, layers)), keys
+
+
 class Gpu:
     platform = "gpu"
 
