@@ -42,7 +42,7 @@ class Row(NamedTuple):
         predicted: from the profile.
         measured: seconds per step.
         slower: how many times as long as at the time of the profile the cores needed, meanwhile, for one and the same computation.
-        peaks: bytes, by worker.
+        peaks: bytes, by rank.
     """
 
     plan: jpipe.Plan
@@ -64,8 +64,8 @@ class Row(NamedTuple):
 
     @property
     def memory_ratio(self) -> float:
-        """Measured ÷ predicted, of the worker where they differ most."""
-        return max((self.peaks[w] / self.predicted.peak_bytes[w] for w in self.peaks), key=lambda ratio: abs(ratio - 1))
+        """Measured ÷ predicted, of the rank where they differ most."""
+        return max((self.peaks[rank] / self.predicted.peak_bytes[rank] for rank in self.peaks), key=lambda ratio: abs(ratio - 1))
 
 
 def name_of(plan: jpipe.Plan, rows: int) -> str:
@@ -127,7 +127,7 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
             assert predicted is not None
             slower = statistics.fmean(answer["pace"] / told["pace"] for answer, told in zip(answers, said, strict=True))
             seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)
-            peaks = {int(w): size for answer in answers for w, size in answer["peaks"].items()}
+            peaks = {int(rank): size for answer in answers for rank, size in answer["peaks"].items()}
             found.append(Row(plan, rows, predicted, seconds, slower, peaks))
             _print(found[-1])
     return {"legal plans": len(plans), **_summary(count, found, profile, topology)}

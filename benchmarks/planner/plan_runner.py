@@ -108,7 +108,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
-    """When the steps ended, the sizes of the stages, and the most bytes of each worker here: its arrays as they were seen, and what is
+    """When the steps ended, the sizes of the stages, and the most bytes of each rank here: its arrays as they were seen, and what is
     there only while a program runs."""
     batch = _batch(BATCH)
     pipe = jpipe.Pipeline(gpt.gpt(MODEL), plan, gpt.loss, optimizer())
@@ -119,9 +119,11 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     runner(3, tracer)
     memory = tracer.finish().memory
     costs = pipe.costs(batch)  # those of other processes' stages without temporaries
-    here = [w for w, device in enumerate(pipe.devices) if device.process_index == jax.process_index()]
-    unseen = unseen_bytes(plan, costs)
-    peaks = {w: max(sample.total for sample in memory[w]) + unseen[plan.workers[w][0]] for w in here}
+    here = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
+    unseen = [
+        size for stages, size in zip(plan.rank_stages, unseen_bytes(plan, costs), strict=True) for _ in range(plan.replicas[stages[0]])
+    ]
+    peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in here}
     return {"ends": ends, "peaks": peaks, "costs": [vars(cost) for cost in costs]}
 
 
