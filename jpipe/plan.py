@@ -295,8 +295,10 @@ class Plan(pydantic.BaseModel):
         return "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted", "order"))
 
     def _repr_html_(self) -> str:
-        devices = None if self.placement is None else [str(number) for numbers in self.placement for number in numbers]
-        return html_of_plan(self, "Plan", devices=devices)
+        if self.placement is None:
+            return html_of_plan(self, "Plan")
+        of_ranks = [str(number) for numbers in self.placement for number in numbers]
+        return html_of_plan(self, "Plan", devices=[of_ranks[rank] for rank in self.rank_of])
 
     def check_layers(self, ids: Sequence[str]) -> None:
         """Refuse a plan for another model.
@@ -420,8 +422,12 @@ def html_of_plan(plan: Plan, name: str, facts: str = "", devices: Sequence[str] 
         devices: the device of each worker; None: no such column.
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{plan._options()}{facts}"
-    head = ["stage", "layers", "replicas", "recompute", *(() if devices is None else ("devices",))]
+    shares = plan.depth > len(plan.rank_stages)
+    head = ["stage", "layers", "replicas", "recompute", *(("rank",) if shares else ()), *(() if devices is None else ("devices",))]
     rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
+    if shares:
+        for row, workers in zip(rows, plan.stage_workers, strict=True):
+            row.append(shortened([str(plan.rank_of[w]) for w in workers]))
     if devices is not None:
         for row, workers in zip(rows, plan.stage_workers, strict=True):
             row.append(shortened([devices[w] for w in workers]))

@@ -36,8 +36,8 @@ def without(key):
     ("change", "message"),
     [
         ({"schedule": "pipedream_2wb"}, r"^plan\.json: unknown schedule 'pipedream_2wb'; did you mean 'pipedream_2bw'\?$"),
-        ({"schedule": "xyz"}, r"^plan\.json: unknown schedule 'xyz'; known: gpipe, naive, pipedream, pipedream_2bw, pipedream_flush$"),
-        ({"schedule": "\ud800"}, r"^plan\.json: unknown schedule '\\ud800'; known: gpipe, "),
+        ({"schedule": "xyz"}, r"^plan\.json: unknown schedule 'xyz'; known: auto_zero_bubble, dualpipe_v, gpipe, "),
+        ({"schedule": "\ud800"}, r"^plan\.json: unknown schedule '\\ud800'; known: auto_zero_bubble, "),
         ({"micro_batches": 4}, r"^plan\.json: unknown key 'micro_batches'; did you mean 'microbatches'\?$"),
         ({"microbatches": "4"}, r"^plan\.json: microbatches: expected a valid integer, found '4'$"),
         ({"microbatches": 0}, r"^plan\.json: microbatches: expected greater than or equal to 1, found 0$"),
@@ -441,8 +441,9 @@ def test_programs_that_cannot_be_are_refused(numbers, message):
         lower(Plan.even("abc", 2, "pipedream_2bw", 2), **numbers)
 
 
-def test_costs_are_fitted_worker_by_worker():
-    with pytest.raises(InputError, match="fit_costs: expected one cost for each of the timeline's 2 workers, found 1"):
+def test_costs_are_fitted_rank_by_rank():
+    expected = "fit_costs: expected one cost for each of 1 stages and a timeline of 1 ranks, found 1 costs and 2 rows"
+    with pytest.raises(InputError, match=expected):
         fit_costs([StageCost()], ((), ()))
 
 

@@ -228,25 +228,25 @@ def memory_of(devices: Sequence[Any]) -> float:
 
 def devices_of(plan: jpipe.Plan) -> int:
     """How many devices, of all processes, the plan asks for."""
-    return len(plan.workers) if plan.placement is None else 1 + max(number for stage in plan.placement for number in stage)
+    return len(plan.rank_workers) if plan.placement is None else 1 + max(number for rank in plan.placement for number in rank)
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Where CPUs are the devices, have JAX make one for each worker when it starts, which code of the user's may cause.
+    """Where CPUs are the devices, have JAX make one for each rank when it starts, which code of the user's may cause.
 
-    Several processes share the workers evenly. Where that does not divide, each has one device, and the pipeline says what fits.
+    Several processes share the ranks evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read, or has fewer workers than there are processes.
+        jpipe.InputError: the plan cannot be read, or has fewer ranks than there are processes.
     """
     with named_as_in_the_config(config.file):
         if config.file == AUTO:  # one for each core, or one in each process
             count = usable_cores() if num_processes == 1 else num_processes
         else:
-            count = config.workers if config.file is None else devices_of(read_plan(config.file))
+            count = config.ranks if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
-                f"plan: expected at least as many workers as processes, found {count} for {num_processes} processes; start fewer, or use "
+                f"plan: expected at least as many ranks as processes, found {count} for {num_processes} processes; start fewer, or use "
                 "more stages or replicas"
             )
     force_cpu_devices(1 if count % num_processes else count // num_processes)

@@ -86,7 +86,8 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     """A part of which neither beginning nor duration is known yet; `config` is that of the run as plain data."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
-    words = f"{schedule}, {count(plan.depth, 'stage')}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
+    ranks = f" on {count(len(plan.rank_stages), 'rank')}" if plan.depth > len(plan.rank_stages) else ""
+    words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
     words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""
     optimizer = optimizer_words(config.get("optimizer"))
     return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates)

@@ -222,6 +222,7 @@ class PlanConfig(_Section):
     num_stages: Count = 4
     layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
+    chunks_per_rank: Count | None = None
     replicas: int | list[int] = 1
     recompute: str | list[str] = "none"
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
@@ -229,6 +230,7 @@ class PlanConfig(_Section):
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"
     flush_first: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
+    split_backward: Literal["joint", "early"] = "joint"
     scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
@@ -251,9 +253,10 @@ class PlanConfig(_Section):
         return value
 
     @property
-    def workers(self) -> int:
-        """How many workers the keys ask for, those of a file left aside."""
-        return self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+    def ranks(self) -> int:
+        """How many ranks the keys ask for, each replica counted, those of a file left aside."""
+        workers = self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+        return max(workers // (self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)), 1)
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -1,21 +1,21 @@
-"""Gathers in process 0 what each process measured of its own workers, by messages with numbers for each worker."""
+"""Gathers in process 0 what each process measured of its own ranks, by messages with numbers for each rank."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import get_args
 
 import jpipe
 
-_OPS: tuple[Literal["F", "B", "FB"], ...] = ("F", "B", "FB")
+_OPS: tuple[jpipe.schedules.Op, ...] = get_args(jpipe.schedules.Op)
 _PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channel may have sixteen
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """The trace of all workers in process 0, None in the others; all processes call it.
+    """The trace of all ranks in process 0, None in the others; all processes call it.
 
     Args:
         processes: the processes of the run.
-        pipe: the pipeline; its devices determine which process measured which worker.
+        pipe: the pipeline; its devices determine which process measured which rank.
         name: name of this trace, the same in all processes and unique in a run.
         trace: the trace of this process. All traces count time from the same moment.
 
@@ -23,14 +23,15 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
         jpipe.PeerLost: the run is lost.
     """
     rows, memory = list(trace.timeline), list(trace.memory)
-    homes = {w: device.process_index for w, device in enumerate(pipe.devices) if device.process_index != 0}
-    for w, home in homes.items():
+    of_ranks = [pipe.devices[workers[0]].process_index for workers in pipe.plan.rank_workers]
+    homes = {rank: home for rank, home in enumerate(of_ranks) if home != 0}
+    for rank, home in homes.items():
         if home == processes.index:
-            _broadcast(processes, f"{name}, worker {w}", numbers(rows[w], memory[w]))
-    for w, home in homes.items():  # in all processes: a broadcast goes to all, and is kept until it is received
-        received = _receive(processes, f"{name}, worker {w}", home)
+            _broadcast(processes, f"{name}, rank {rank}", numbers(rows[rank], memory[rank]))
+    for rank, home in homes.items():  # in all processes: a broadcast goes to all, and is kept until it is received
+        received = _receive(processes, f"{name}, rank {rank}", home)
         if processes.index == 0:
-            rows[w], memory[w] = from_numbers(received)
+            rows[rank], memory[rank] = from_numbers(received)
     return jpipe.runtime.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
 
 
@@ -53,7 +54,7 @@ def _receive(processes: jpipe.processes.Processes, message: str, home: int) -> l
 
 
 def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.programs.MemorySample]) -> list[float]:
-    """The spans and samples of one worker as numbers, for `from_numbers`."""
+    """The spans and samples of one rank as numbers, for `from_numbers`."""
     found: list[float] = [len(spans)]
     for span in spans:
         found += [_OPS.index(span.op), *span[1:]]
@@ -71,7 +72,7 @@ def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ...
         return int(next(left))
 
     spans = tuple(
-        jpipe.programs.Span(_OPS[whole()], whole(), whole(), next(left), next(left), bool(next(left)), next(left), next(left))
+        jpipe.programs.Span(_OPS[whole()], whole(), whole(), next(left), next(left), bool(next(left)), next(left), next(left), whole())
         for _ in range(whole())
     )
     samples = []

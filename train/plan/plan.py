@@ -196,6 +196,8 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
     reporter.say(f"chosen: {table.name(candidate)}")
     plan = choice.plan(chosen)
+    if plan.depth > len(plan.rank_stages):
+        reporter.say("  ranks: " + "; ".join(f"{p} runs stages {' '.join(map(str, stages))}" for p, stages in enumerate(plan.rank_stages)))
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         estimate = "" if confirmed is None else f", estimated {table.size(confirmed.estimated[s])} ({confirmed.errors[s]:+.1%})"

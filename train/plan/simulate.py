@@ -40,7 +40,7 @@ def main(
         allow_code: import and run the functions that a config names.
 
     Returns:
-        What to print: the grid, a line a worker, the bubble, the pictures.
+        What to print: the grid, a line for each stage of each rank, the bubble, the pictures.
 
     Raises:
         jpipe.InputError: a file or value that does not fit; nothing was written.
@@ -58,13 +58,15 @@ def main(
     long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    recomputing = "; one that recomputes 3" if any(stage.recompute != "none" for stage in plan.stages) else ""
-    workers = [count(len(plan.workers), "worker")] if len(plan.workers) > plan.depth else []
-    sizes = count(plan.depth, "stage"), *workers, f"{count(plan.microbatches, 'microbatch', 'es')} per batch", count(shown, "batch", "es")
+    ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
+    halves = ", each of its halves 1" if any(span.op == "W" for spans in prediction.timeline for span in spans) else ""
+    recomputes = any(stage.recompute != "none" for stage in plan.stages)
+    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
+    sizes = count(plan.depth, "stage"), *ranks, f"{count(plan.microbatches, 'microbatch', 'es')} per batch", count(shown, "batch", "es")
     return "\n".join(
         [
             f"{plan.schedule}: {', '.join(sizes)}",
-            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{recomputing}",
+            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
@@ -117,29 +119,33 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"{batches} batches; use fewer of one"
         )
     in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, 0) * plan.replicas[0]
-    full = in_flight >= min(plan.depth, plan.microbatches)  # all stages compute at a time
-    passes = plan.depth + plan.microbatches if full else -(-plan.depth * plan.microbatches // in_flight)
-    ticks = 4 * batches * passes * len(plan.workers)  # more than there will be
+    ranks = len(plan.rank_stages)
+    full = in_flight >= min(ranks, plan.microbatches)  # all ranks compute at a time
+    passes = plan.depth + -(-plan.depth // ranks) * plan.microbatches if full else -(-plan.depth * plan.microbatches // in_flight)
+    ticks = 4 * batches * passes * len(plan.rank_workers)  # more than there will be
     if ticks > MOST_TICKS:
         raise jpipe.InputError(
-            f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all workers, found up to {ticks:,}, for {len(plan.workers)} "
-            f"workers, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; use fewer of one"
+            f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all ranks, found up to {ticks:,}, for "
+            f"{len(plan.rank_workers)} ranks, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; use fewer of one"
         )
 
 
 def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
-    """What can be said of each worker; sizes only where they are known."""
-    replicated = len(plan.workers) > plan.depth
-    head = ["worker", *(["stage·replica"] if replicated else []), "layers", "recompute", "in flight", "versions"]
+    """What can be said of each rank, and of each stage that it runs; sizes, which are those of the rank, only where they are known."""
+    replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
+    head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
     rows = [[*head, "sends a batch", "peak memory"] if sized else head]
-    for w, (s, replica) in enumerate(plan.workers):
-        stage = plan.stages[s]
-        named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
-        in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
-        row = [str(w), *([f"{s}·{replica}"] if replicated else []), " ".join(named), stage.recompute]
-        row += [str(in_flight), str(prediction.versions_alive[w])]
-        sizes = [decimal(prediction.moved_bytes[w] // batches), decimal(prediction.peak_bytes[w])]
-        rows.append(row + sizes if sized else row)
+    for rank, workers in enumerate(plan.rank_workers):
+        sizes = [decimal(prediction.moved_bytes[rank] // batches), decimal(prediction.peak_bytes[rank])]
+        for w in workers:
+            s, replica = plan.workers[w]
+            stage, first = plan.stages[s], w == workers[0]
+            named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
+            in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
+            row = [str(rank) if first else "", *([f"{s}·{replica}"] if replicated else [str(s)] if shares else [])]
+            row += [" ".join(named), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
+            rows.append([*row, *(sizes if first else ("", ""))] if sized else row)
     return rows
 
 
@@ -163,12 +169,12 @@ def cut_grid(grid: str, width: int) -> str:
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
     """Write the timeline and, where sizes are known, the memory; says where."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
-    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", workers=plan.workers), path)
+    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", plan=plan), path)
     if not sized:
         return [f"picture: {path}"]
     memory_path = path.with_stem(f"{path.stem}-memory")
     memory = {"predicted": prediction.memory}
-    save(jpipe.draw_memory(memory, seconds=prediction.seconds, title=title, unit="units", workers=plan.workers), memory_path)
+    save(jpipe.draw_memory(memory, seconds=prediction.seconds, title=title, unit="units", plan=plan), memory_path)
     return [f"pictures: {path} and {memory_path}"]
 
 

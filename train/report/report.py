@@ -39,7 +39,7 @@ class Report:
         measured: the same batches, traced.
         unit: unit of the losses; may be empty.
         processes: number of processes.
-        workers: stage and replica of each worker, as in `jpipe.Plan.workers`; may be empty.
+        plan: by which it ran; None: the rows of the pictures tell no stages and replicas.
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
     """
@@ -51,7 +51,7 @@ class Report:
     measured: jpipe.programs.Window | None = None
     unit: str = "nats per byte"
     processes: int = 1
-    workers: Sequence[tuple[int, int]] = ()
+    plan: jpipe.Plan | None = None
     stages: Sequence[Stage] = ()
     parts: Sequence[Part] = ()
 
@@ -72,17 +72,17 @@ class Comparison(NamedTuple):
 
 
 def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None) -> list[Comparison]:
-    """Step time, bubble and the peak memory of each worker, predicted and measured."""
+    """Step time, bubble and the peak memory of each rank, predicted and measured."""
     windows = predicted, measured
-    workers = max((len(window.memory) for window in windows if window), default=0)
+    ranks = max((len(window.memory) for window in windows if window), default=0)
     rows = [
         _comparison("time of a step", _time, [None if window is None else window.step_seconds for window in windows]),
         _comparison("bubble (idle share)", _share, [None if window is None else window.bubble for window in windows]),
     ]
-    for w in range(workers):
-        peaks = [window.peak_bytes[w] if window and len(window.memory) > w and window.memory[w] else None for window in windows]
+    for rank in range(ranks):
+        peaks = [window.peak_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
         if any(peaks):
-            rows.append(_comparison(f"peak memory, worker {w}", _bytes, peaks))
+            rows.append(_comparison(f"peak memory, rank {rank}", _bytes, peaks))
     return rows
 
 
@@ -94,27 +94,33 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
         measured: a window of the run.
         costs: for each stage the sizes that a window does not include, see `unseen_bytes`.
     """
-    held = [max(measured.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.rank_stages]
+    held = [max(measured.peak_bytes[rank] for rank in replicas) for replicas in ranks]
     peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
     return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
 
 
 def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
-    """Bytes that each stage holds only while a program runs: scratch memory, and residuals of a fused forward and backward."""
+    """Bytes that each rank, counted without replicas, holds only while a program runs.
+
+    These are scratch memory, and what a program that begins with a forward takes and leaves nothing of.
+    """
+    schedule = jpipe.schedules.SCHEDULES[plan.schedule]
     found = [cost.temporary for cost in costs]
-    if jpipe.schedules.SCHEDULES[plan.schedule].fuses(plan, plan.depth - 1):
+    if schedule.first_op(plan, plan.depth - 1) in ("FB", "FI"):
         found[-1] += costs[-1].inputs + costs[-1].labels
-    return found
+    return [max(found[s] for s in stages) for stages in plan.rank_stages]
 
 
-def compare_with_plan(predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
+def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
     """The planner's prediction beside the measurement."""
     rows = [
         _comparison("time of a step", _time, [predicted.batch_seconds, measured.batch_seconds]),
         _comparison("bubble (idle share)", _share, [predicted.bubble, measured.bubble]),
     ]
-    for s, peaks in enumerate(zip(predicted.peak_bytes, measured.peak_bytes, strict=True)):
-        rows.append(_comparison(f"peak memory with temporaries, stage {s}", _bytes, list(peaks)))
+    for stages, *peaks in zip(plan.rank_stages, predicted.peak_bytes, measured.peak_bytes, strict=True):
+        named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' '.join(map(str, stages))}"
+        rows.append(_comparison(f"peak memory with temporaries, {named}", _bytes, peaks))
     return rows
 
 
@@ -151,10 +157,10 @@ def write_report(folder: Path, report: Report) -> None:
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
     if timelines:
-        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, workers=report.workers))
+        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, plan=report.plan))
         write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
     if memories:
-        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, workers=report.workers))
+        pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, plan=report.plan))
     for name, picture in pictures.items():
         write_atomically(folder / f"{name}.png", picture)
     write_atomically(folder / "report.html", _page(report, pictures))
@@ -265,19 +271,19 @@ def _timeline(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("No batches of this run were simulated or traced, so there is no timeline.")
     how = (
-        "A row is a worker and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
+        "A row is a rank, a device, and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
         "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
     )
-    return _figure(picture, "wide", f"What each worker did, over time: {_which(report)}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{how}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
-        return _note("What the workers held was neither predicted nor measured, so there is no picture of their memory.")
-    how = "Each panel is what one worker holds over time, by kind and on top of each other; the dashed line marks its peak."
-    peaks = "; ".join(f"worker {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
+        return _note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
+    how = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks its peak."
+    peaks = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                       for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
-    return _figure(picture, "wide", f"What each worker held in memory, over time. Peaks: {peaks}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank held in memory, over time. Peaks: {peaks}.", f"{_only(report)}{how}")
 
 
 def _which(report: Report) -> str:

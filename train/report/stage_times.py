@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import jpipe
 
-_KINDS = {"F": "forward, ms", "B": "backward, ms", "FB": "both in one, ms"}
+_KINDS = {
+    "F": "forward, ms",
+    "B": "backward, ms",
+    "FB": "both in one, ms",
+    "I": "backward for inputs, ms",
+    "W": "backward for weights, ms",
+    "FI": "forward and backward for inputs, ms",
+}
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,12 @@ class Stage:
     Attributes:
         layers: the ids of its layers.
         parameters: the number of its parameters.
-        workers: the indices of its workers.
+        places: for each of its replicas the rank, and which of the rank's stages it is.
     """
 
     layers: tuple[str, ...]
     parameters: int
-    workers: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -34,13 +41,13 @@ def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tupl
         if window is not None:
             cells += [_median([span.end - span.start for span in _spans(window, stage) if span.op == op]) for op in kinds]
             busy = sum(span.end - span.start + span.update_time for span in _spans(window, stage))
-            cells.append(f"{busy / (window.seconds * len(stage.workers)):.0%}")
+            cells.append(f"{busy / (window.seconds * len(stage.places)):.0%}")
         rows.append(tuple(cells))
     return head, rows
 
 
 def _spans(window: jpipe.programs.Window, stage: Stage) -> Iterator[jpipe.programs.Span]:
-    return (span for w in stage.workers for span in window.timeline[w])
+    return (span for rank, chunk in stage.places for span in window.timeline[rank] if span.chunk == chunk)
 
 
 def _median(seconds: Sequence[float]) -> str:

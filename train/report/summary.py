@@ -66,7 +66,7 @@ def write_report(
         "parameters": f"{sum(stage.parameters for stage in stages):,}",
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
-        **({"workers": _workers(plan)} if len(plan.workers) > plan.depth else {}),
+        **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
         "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": optimizer_words(config.optimizer.model_dump()),
@@ -81,7 +81,7 @@ def write_report(
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
             windows = measure.predicted, measure.measured
-            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan.workers, stages, parts)
+            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts)
             report.write_report(folder.path, of_run)
     except OSError as error:
         reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
@@ -93,8 +93,12 @@ def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
     """The stages, with the parameters of one replica of each."""
     specs = param_specs(pipe.stack, pipe.plan, batch)
     counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
-    stages = zip(pipe.plan.stages, pipe.plan.stage_workers, strict=True)
-    return [Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), tuple(own)) for stage, own in stages]
+    plan = pipe.plan
+    places = [tuple((plan.rank_of[w], plan.rank_workers[plan.rank_of[w]].index(w)) for w in workers) for workers in plan.stage_workers]
+    return [
+        Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), own)
+        for stage, own in zip(plan.stages, places, strict=True)
+    ]
 
 
 def command_line() -> str:
@@ -134,6 +138,11 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
     )
 
 
-def _workers(plan: jpipe.Plan) -> str:
-    """`0: stage 0, replica 0; …`."""
-    return "; ".join(f"{w}: stage {s}, replica {replica}" for w, (s, replica) in enumerate(plan.workers))
+def _ranks(plan: jpipe.Plan) -> str:
+    """`0: stage 0, replica 0; …`, `0: stages 0 2; …`."""
+    replicated, words = len(plan.workers) > plan.depth, []
+    for rank, workers in enumerate(plan.rank_workers):
+        stages = " ".join(str(plan.workers[w][0]) for w in workers)
+        replica = f", replica {plan.workers[workers[0]][1]}" if replicated else ""
+        words.append(f"{rank}: stage{'s' if len(workers) > 1 else ''} {stages}{replica}")
+    return "; ".join(words)

@@ -194,7 +194,7 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
         return summary
     measured = report.as_predicted(plan, summary.measured, sizes)
     folder.keep_planned(plan.predicted, measured)
-    return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan.predicted, measured)))
+    return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
 
 
 def _reason(error: Exception) -> str:

@@ -73,7 +73,7 @@ def refused(plan, given=None) -> list[str]:
 def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(machines):
     machines(2, 3)
     assert refused(plan_of(2, 1)) == [
-        "plan: expected at least as many workers as devices in a run of 2 processes, found 3 workers for 5 devices; "
+        "plan: expected at least as many ranks as devices in a run of 2 processes, found 3 ranks for 5 devices; "
         "change stages, replicas or the number of processes, or name the devices in placement",
         "workers:",
         "  stage 0: w0 w1",
@@ -121,7 +121,7 @@ def test_devices_of_different_kinds_are_refused(machines):
 def test_as_many_devices_as_workers_have_to_be_given(machines):
     given = machines(4)
     assert refused(plan_of(1, 1), given[:1]) == ["devices: expected 2, one for each stage, found 1"]
-    assert refused(plan_of(2, 1), given) == ["devices: expected 3, one for each worker, found 4"]
+    assert refused(plan_of(2, 1), given) == ["devices: expected 3, one for each rank, found 4"]
 
 
 def test_the_grid_has_a_row_for_each_stage_and_a_column_for_each_replica(machines):

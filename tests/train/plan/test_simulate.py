@@ -59,7 +59,7 @@ def simulated(capsys, monkeypatch):
 def table(printed: str) -> dict[str, list[str]]:
     """The columns below their heads; two spaces or more stand between cells."""
     lines = printed.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("worker  "))
+    first = next(i for i, line in enumerate(lines) if line.startswith("rank  "))
     head, *rows = [re.split(r"\s{2,}", line) for line in lines[first : lines.index("", first)]]
     return {name: list(column) for name, column in zip(head, zip(*rows, strict=True), strict=True)}
 
@@ -75,7 +75,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
     assert "bubble: 42.9% as shown, 42.9% in steady state, with a batch in 21 units" in printed
     assert "sizes and memory need a config" in printed
     assert table(printed) == {
-        "worker": ["0", "1", "2", "3"],
+        "rank": ["0", "1", "2", "3"],
         "layers": ["layer_0 layer_1 layer_2", "layer_3 layer_4", "layer_5 layer_6", "layer_7 layer_8"],
         "recompute": ["none"] * 4,
         "in flight": ["4"] * 4,
@@ -95,10 +95,10 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
 
 def test_every_replica_has_its_row(simulated, plan_file):
     printed = simulated(plan_file("pipedream", num_stages=2, replicas=(2, 1)))
-    assert "pipedream: 2 stages, 3 workers, 4 microbatches per batch" in printed
+    assert "pipedream: 2 stages, 3 ranks, 4 microbatches per batch" in printed
     assert "steady state, with a batch in 12 units" in printed  # the last stage has 4 microbatches, each replica of the first one 2
     columns = table(printed)
-    assert columns["worker"] == ["0", "1", "2"]
+    assert columns["rank"] == ["0", "1", "2"]
     assert columns["stage·replica"] == ["0·0", "0·1", "1·0"]
     assert columns["layers"] == ["layer_0 … layer_4 (5)"] * 2 + ["layer_5 … layer_8 (4)"]
 
@@ -110,6 +110,28 @@ def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, conf
     assert columns["layers"] == ["embed block_0", "embed block_0", "head"]
     assert columns["sends a batch"][0] == columns["sends a batch"][1] != columns["sends a batch"][2]
     assert all(float(peak.split()[0]) > 1 for peak in columns["peak memory"])
+
+
+def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
+    printed = simulated(plan_file("interleaved_zero_bubble", chunks_per_rank=2))
+    assert "interleaved_zero_bubble: 4 stages, 2 ranks, 4 microbatches per batch" in printed
+    assert "a backward takes 2, each of its halves 1\n" in printed
+    assert "rank 1 |" in printed
+    assert "rank 2 |" not in printed
+    lines = printed.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("rank  "))
+    assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [["0", "0"], ["2", "layer_5"], ["1", "1"], ["3", "layer_7"]]
+
+
+def test_chunks_of_a_config_are_simulated_with_the_memory_of_their_rank(simulated, config):
+    keys = ("plan.schedule=zb_v", "plan.num_stages=2")
+    printed = simulated(config, *(word for key in keys for word in ("--set", key)))
+    assert "zb_v: 2 stages, 1 rank, " in printed
+    lines = printed.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("rank  "))
+    assert lines[first].endswith("peak memory")
+    assert lines[first + 1].endswith("B")
+    assert lines[first + 2].endswith(" 1")
 
 
 def test_recomputation_is_said_and_counted(simulated, plan_file):
@@ -166,8 +188,8 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
     assert f"… the first {ticks} of 63 ticks; --png draws them all" in printed
     assert {len(line.split("|")[1].split()) for line in lines} == {ticks}
     assert max(map(len, lines)) <= max(columns, len("rank 0 |    0"))
-    following = whole.splitlines()[0].split("|")[1].split()[ticks]
-    assert len(lines[0]) + 2 + len(following) > columns
+    ends = [match.end() for match in re.finditer(r"\d+", whole.splitlines()[0])]
+    assert ends[ticks] > columns
 
 
 @pytest.mark.parametrize(

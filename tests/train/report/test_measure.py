@@ -94,7 +94,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.newest
-@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
     summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))
     predicted, measured = summary.predicted, summary.measured
@@ -107,11 +107,12 @@ def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
         assert abs(most[0] - most[1]) <= 64
 
 
-def test_what_a_worker_measured_travels_as_numbers():
+def test_what_a_rank_measured_travels_as_numbers():
     spans = [
         jpipe.programs.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5),
         jpipe.programs.Span("F", 2**40, 0, -1.0, 0.0),
-        jpipe.programs.Span("B", 0, 1, 3.0, 4.0),
+        jpipe.programs.Span("B", 0, 1, 3.0, 4.0, chunk=1),
+        *(jpipe.programs.Span(op, 1, 0, 4.0, 5.0, chunk=2) for op in ("I", "W", "FI")),
     ]
     samples = [jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)]
     for held in (spans, samples), ([], samples), (spans, []):

