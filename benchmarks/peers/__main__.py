@@ -2,7 +2,8 @@
 
 The ceiling is two independent JAX jobs of one core each at the same time: the speed of two workers that never wait. Each program is
 measured in turn with the ceiling, so a machine that gets slower or faster changes both; its share is the median over the rounds.
-A schedule with `+1` has one more microbatch in flight (`extra_in_flight`), which hides the transfers.
+A schedule with `+1` has one more microbatch in flight (`extra_in_flight`), which hides the transfers. Interleaved and V-shaped schedules
+have two stages on each worker.
 """
 
 import argparse
@@ -71,6 +72,7 @@ class _Measurement:
     def rows(self) -> list[dict[str, Any]]:
         names = tuple(self.options.names) or ("",)
         entries = [e for e in ENTRIES if e.name.startswith(names) and (self.options.torch or not e.is_torch)]
+        entries = [e for e in entries if e.least_microbatches <= self.microbatches]
         with self._start(CEILING_ENTRY) as ceiling:
             parameters = ceiling.facts()[0]["parameters"]
             rows = []

@@ -1,10 +1,12 @@
-"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model in jpipe, with one stage per process.
+"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model in jpipe, with one rank per process.
 
-SCHEDULE is one of jpipe's (`+1`: one more microbatch in flight), or `dp`, data parallelism: one stage with one replica per process. With
-one process the stages share its core, and the times of their computations are measured as well.
+SCHEDULE is one of jpipe's (`+1`: one more microbatch in flight, `/2`: two stages on each rank), or `dp`, data parallelism: one stage with
+one replica per process. With one process the stages share its core, and the times of their computations are measured as well.
 """
 
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,20 +17,22 @@ from benchmarks.pipelines import Runner
 from benchmarks.serve import serve
 from benchmarks.sizes import PEERS, warm_up
 
-STAGES = 2
+RANKS = 2
 
 
 def main() -> None:
     """Compile, warm up, then run the steps that standard input asks for."""
-    (schedule, _, extra), (microbatches, process, processes, port) = sys.argv[1].partition("+"), map(int, sys.argv[2:6])
+    (kind, _, extra), (microbatches, process, processes, port) = sys.argv[1].partition("+"), map(int, sys.argv[2:6])
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
     stack, batch = gpt.stack(PEERS), gpt.data(PEERS, microbatches)
+    schedule, _, chunks = kind.partition("/")
     if schedule == "dp":
         plan = jpipe.Plan.even(stack.ids, 1, "pipedream_flush", microbatches, replicas=processes)
     else:
-        plan = jpipe.Plan.even(stack.ids, STAGES, schedule, microbatches, extra_in_flight=int(extra or 0))
+        stages, ranks = _cut(stack.ids, schedule, int(chunks or 1))
+        plan = jpipe.Plan(schedule=schedule, microbatches=microbatches, stages=stages, ranks=ranks, extra_in_flight=int(extra or 0))
     pipe = jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())
     facts: dict[str, Any] = {"parameters": gpt.count_parameters(stack, batch[0][: PEERS.rows])}
     if processes == 1:
@@ -37,6 +41,16 @@ def main() -> None:
         runner = Runner(pipe, batch)
         runner(warm_up(microbatches))
         serve(runner, **facts)
+
+
+def _cut(ids: Sequence[str], schedule: str, chunks: int) -> tuple[list[jpipe.Stage], jpipe.schedules.Ranks]:
+    """Stages of equally many blocks, the first one with the embedding and the last one with the head, and the ranks that run them."""
+    count = RANKS * chunks
+    blocks = ids[1:-1]
+    size = len(blocks) // count
+    cuts = [0, *(1 + s * size for s in range(1, count)), len(ids)]
+    stages = [jpipe.Stage(layers=tuple(ids[a:b])) for a, b in itertools.pairwise(cuts)]
+    return stages, jpipe.schedules.arranged(jpipe.schedules.SCHEDULES[schedule].layout, count, chunks)
 
 
 def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:

@@ -1,22 +1,32 @@
 """`python -m benchmarks.peers.torch_program KIND M PROCESS PROCESSES PORT`: the same model in PyTorch, run by a Python that has it.
 
-KIND is `single` (one process), `ddp` (DistributedDataParallel), `gpipe` or `1f1b` (torch.distributed.pipelining).
+KIND is `single` (one process), `ddp` (DistributedDataParallel), or a schedule of torch.distributed.pipelining, as in `PIPELINES`.
 """
 
 import contextlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks.serve import serve, step_by_step
 from benchmarks.sizes import PEERS, warm_up
 
-PIPELINES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+PIPELINES = {
+    "gpipe": (schedules.ScheduleGPipe, "straight"),
+    "1f1b": (schedules.Schedule1F1B, "straight"),
+    "interleaved_1f1b": (schedules.ScheduleInterleaved1F1B, "looped"),
+    "interleaved_zero_bubble": (schedules.ScheduleInterleavedZeroBubble, "looped"),
+    "looped_bfs": (schedules.ScheduleLoopedBFS, "looped"),
+    "zb_v": (schedules.ScheduleZBVZeroBubble, "v"),
+    "dualpipe_v": (schedules.ScheduleDualPipeV, "v"),
+}
+"""The class of each schedule, and how its stages lie: one on each process, or two, looped or in a V."""
 
 
 def main() -> None:
@@ -30,10 +40,11 @@ def main() -> None:
     tokens = torch.randint(0, PEERS.vocabulary, (PEERS.rows * microbatches, PEERS.sequence + 1))
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if kind in PIPELINES:
-        model: nn.Module = Part(process, processes)
+        numbers, parts = _stages(PIPELINES[kind][1], process, processes)
+        model: nn.Module = nn.ModuleList(Part(number, parts) for number in numbers)
         count = torch.tensor(_count(model))
         dist.all_reduce(count)
-        step = _pipeline_step(kind, model, microbatches, inputs, labels)
+        step = _pipeline_step(kind, model, numbers, parts, microbatches, inputs, labels)
     else:
         model = Part(0, 1)
         count = torch.tensor(_count(model))
@@ -105,19 +116,25 @@ def _plain_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], labels: tupl
     return step
 
 
-def _pipeline_step(kind: str, model: nn.Module, microbatches: int, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    process, processes = dist.get_rank(), dist.get_world_size()
-    schedule = PIPELINES[kind](PipelineStage(model, process, processes, torch.device("cpu")), microbatches, loss_fn=_loss)
+def _stages(layout: str, process: int, processes: int) -> tuple[list[int], int]:
+    """The stages of a process, and how many there are of all."""
+    if layout == "straight":
+        return [process], processes
+    return [process, process + processes if layout == "looped" else 2 * processes - 1 - process], 2 * processes
+
+
+def _pipeline_step(
+    kind: str, model: nn.ModuleList, numbers: list[int], parts: int, microbatches: int, inputs: torch.Tensor, labels: torch.Tensor
+) -> Callable[[], None]:
+    stages = [PipelineStage(part, number, parts, torch.device("cpu")) for part, number in zip(model, numbers, strict=True)]
+    schedule = PIPELINES[kind][0](stages if parts > dist.get_world_size() else stages[0], microbatches, loss_fn=_loss)
     optimizer = _optimizer(model)
+    given = (inputs,) if 0 in numbers else ()
+    wanted: dict[str, Any] = {"target": labels, "losses": []} if parts - 1 in numbers else {}
 
     def step() -> None:
         optimizer.zero_grad()
-        if process == 0:
-            schedule.step(inputs)
-        elif process == processes - 1:
-            schedule.step(target=labels, losses=[])
-        else:
-            schedule.step()
+        schedule.step(*given, **wanted)
         optimizer.step()
 
     return step

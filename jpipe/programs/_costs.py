@@ -82,6 +82,8 @@ class LayerCost:
         outputs: the output, which is also the size of its gradient.
         weights: the parameters.
         accumulators: accumulated gradients; None: as many bytes as `weights`.
+        backward_weight: the part of `backward` that makes the gradients of the weights; None: half of it.
+        stash: what stays from one half of a backward to the other, by policy; without an entry as much as `residuals` and the output.
         optimizer: optimizer state.
         state: layer state (batch statistics).
         residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
@@ -103,6 +105,13 @@ class LayerCost:
     update: float = 0.0
     temporary: int = 0
     accumulators: int | None = None
+    backward_weight: float | None = None
+    stash: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def for_weights(self) -> float:
+        """Time of the backward for weights."""
+        return self.backward / 2 if self.backward_weight is None else self.backward_weight
 
     @property
     def summed(self) -> int:
@@ -203,12 +212,18 @@ def sum_layer_costs(
                 raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
         known = all(stage.recompute in layer.residuals for layer in own)
         residuals = _residuals(own, stage.recompute) if known else before
-        fused = SCHEDULES[plan.schedule].fuses(plan, s)
+        fused = SCHEDULES[plan.schedule].first_op(plan, s) in ("FB", "FI")
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
+        backward = sum(layer.backward for layer in own) + again
+        for_weights = sum(layer.for_weights for layer in own) if s > 0 else backward  # stage 0 has no input gradient
+        stash = sum(layer.stash.get(stage.recompute, layer.residuals.get(stage.recompute, 0) + layer.outputs) for layer in own)
         costs.append(
             StageCost(
                 forward=forward,
-                backward=sum(layer.backward for layer in own) + again,
+                backward=backward,
+                backward_input=backward - for_weights,
+                backward_weight=for_weights,
+                stash=stash if s > 0 else residuals + (0 if last else own[-1].outputs),
                 update=sum(layer.update for layer in own),
                 inputs=before,
                 labels=labels if last else 0,

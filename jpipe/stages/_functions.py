@@ -1,8 +1,9 @@
-"""One stage as pure functions: forward, backward, both fused, update, evaluate. They do not depend on the schedule."""
+"""One stage as pure functions: forward, backward, whole or in two halves, fused, update, evaluate. They do not depend on the schedule."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
-from jpipe.stages._split import Halves, split
+from jpipe.stages._split import Halves, NotSplittable, split, undivided
 
 Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
@@ -443,7 +444,18 @@ class StageFunctions:
         outputs = inputs + len(jax.tree.leaves(self._gradients_spec))
         counts = [len(jax.tree.leaves(part)) for part in (self.specs.params, self.between_specs, (self.specs.rng, scale))]
         free = [True] * counts[0] + [False] * counts[1] + [True] * counts[2]
-        return split(backward, specs, [i < inputs for i in range(outputs)], free)
+        in_first = [i < inputs for i in range(outputs)]
+        try:
+            return split(backward, specs, in_first, free)
+        except NotSplittable as error:
+            layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
+            names = ", ".join(f"'{layer_id}'" for layer_id in layers)
+            where = f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
+            warnings.warn(
+                f"{where}: its backward cannot be split: {error}; the backward for inputs does all of it, that for weights only adds",
+                stacklevel=2,
+            )
+            return undivided(backward, specs, in_first)
 
     @cached_property
     def _gradients_spec(self) -> Tree:
@@ -566,6 +578,20 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
     for layer in jnp.concatenate([stage.norm for stage in squares]):
         total += layer
     return GlobalNorm(jnp.sqrt(total), jnp.concatenate([stage.nonfinite for stage in squares]).sum())
+
+
+def with_effects(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> list[str]:
+    """The layers whose forward or backward has side effects."""
+
+    def backward(layer_id: str, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
+        y, vjp = jax.vjp(lambda params: floats_of(stack.layers[layer_id].apply(params, state, x, key, True)[0]), params)
+        return vjp(jax.tree.map(jnp.ones_like, y))
+
+    return [
+        layer_id
+        for layer_id, spec in layers.items()
+        if jax.make_jaxpr(partial(backward, layer_id))(spec.params, spec.state, spec.x, key_spec()).effects
+    ]
 
 
 def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:

@@ -78,6 +78,19 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
     return _halves(_with_scans_cut(written_out, in_first, free), in_first, free)
 
 
+def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
+    """The whole backward as the first half, where it cannot be cut; its other outputs are the stash, which the second half takes."""
+    outputs = jax.eval_shape(backward, *specs)
+
+    def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = backward(*arguments)
+        parts = ([result for result, own in zip(results, in_first, strict=True) if own == half] for half in (True, False))
+        return next(parts), next(parts)
+
+    stash = tuple(spec for spec, own in zip(outputs, in_first, strict=True) if not own)
+    return Halves(first, lambda arguments, stashed: list(stashed), (), stash)
+
+
 # Evaluation ------------------------------------------------------------------------------------------------------------
 
 _Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]

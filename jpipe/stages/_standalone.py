@@ -13,12 +13,12 @@ from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
-from jpipe.stages._bytes import measure_bytes
+from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._compile import trace_call
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
 
 Tree = Any
-_CALLS = {"forward": "forward", "backward": "backward", "update": "in_place"}
+Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,24 @@ class StandaloneStage:
         """Exact bytes, from shapes alone; times are units and temporaries are unknown, as in `Pipeline.costs`."""
         return measure_bytes(self._functions, self.stage.recompute != "none")
 
-    def trace(self, name: Literal["forward", "backward", "update"], device: jax.Device) -> jax.stages.Traced:
+    @property
+    def stash_bytes(self) -> int:
+        """What stays from the first half of a backward to the second, exactly."""
+        return nbytes(self._functions.stash_spec)
+
+    def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
         """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.
 
         Args:
-            name: `forward`, `backward` or `update`; each returns (result, done), where `done` is ready when everything is computed.
+            name: of the program; each returns (result, done), where `done` is ready when everything is computed.
             device: the device.
 
         Returns:
             A program with the arguments forward(params, state, x, labels, rng); backward(params, kept, saved, message, accumulators,
-            rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three.
+            rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three. The
+            halves of a backward are those of `StageFunctions`.
         """
-        return trace_call(self._functions, device, _CALLS[name])
+        return trace_call(self._functions, device, "in_place" if name == "update" else name)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""

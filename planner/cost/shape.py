@@ -47,6 +47,19 @@ class Shape:
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
 
+def is_planned(schedule: str) -> bool:
+    """Whether planners choose among plans of this schedule: of one stage on each rank, with whole backwards."""
+    rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
+    if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
+        return False
+    return not any(rules.splits(shape, s) for s in range(shape.depth))
+
+
+def planned_schedules() -> tuple[str, ...]:
+    """The schedules among whose plans planners choose."""
+    return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
+
+
 class Pipelines(NamedTuple):
     """Parallel equal pipelines that update together; their microbatches are not specified.
 
@@ -96,7 +109,7 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
     in_flight, versions, hidden = [], [], []
     for m in microbatches:
         shape = pipelines.shape(m)
-        if legal or not rules.refusal(shape):  # if m is legal, so is every larger number
+        if legal or not rules.refuses(shape):  # if m is legal, so is every larger number
             legal.append(m)
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])

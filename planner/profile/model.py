@@ -15,6 +15,7 @@ import optax
 
 import jpipe
 from jpipe import InputError
+from planner.profile.flops import count_flops
 from planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile
 
 Tree = Any
@@ -209,6 +210,12 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         alone = held[like,][rows, policy].residuals + held[after,][rows, policy].residuals
         return max(alone - held[like, after][rows, policy].residuals, 0)
 
+    for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
+    policies = {like: [policy for rows, policy in held[like,] if rows == model.sizes[0]] for like in model.distinct}
+    stashes = {
+        like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
+        for like in model.distinct
+    }
     layers = []
     for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         like, after = model.like[layer_id], model.like.get(behind)
@@ -217,6 +224,8 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
             AtSize(
                 forward=costs[like, rows].forward,
                 backward=costs[like, rows].backward,
+                backward_weight=costs[like, rows].backward * for_weights[like],
+                stash={policy: bytes_ for (count, policy), bytes_ in stashes[like].items() if count == rows},
                 outputs=own[rows, "none"].outputs if behind else 0,
                 residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
                 shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
@@ -231,6 +240,14 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         layers.append(LayerProfile(id=layer_id, update=update, at=at, **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+
+
+def _share_for_weights(model: Model, layer_id: str) -> float:
+    """The share of a layer's backward that makes the gradients of its weights, by floating-point operations."""
+    stage, device = model.stage([layer_id], model.sizes[0]), jax.local_devices()[0]
+    traced = [stage.trace(half, device) for half in ("backward_input", "backward_weight")]
+    for_inputs, for_weights = (count_flops(half, half.lower()) for half in traced)
+    return for_weights / (for_inputs + for_weights) if for_inputs + for_weights else 0.5
 
 
 def parts_of_bytes(model: Model) -> int:

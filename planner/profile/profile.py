@@ -28,11 +28,13 @@ class AtSize(_Data):
     Attributes:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
+        backward_weight: the part of them that makes the gradients of the weights; None, as in profiles of older versions: half of them.
         outputs: bytes that cross a cut after this layer, of all tensors that later layers use; their gradients have the same size.
         residuals: bytes kept from forward to backward if the layer is its own stage, by recomputation policy; always for "none", for
             the others if they are known.
         shared: the part of `residuals` that need not be kept, or only once, if the next layer is in the same stage: a stage holds the
             sum of `residuals` minus the sum of `shared` without its last layer.
+        stash: bytes kept from the backward for inputs to that for weights, by recomputation policy.
         temporary: the largest scratch memory of its programs, in bytes.
         flops: floating-point operations of a forward; 0: unknown.
     """
@@ -42,6 +44,8 @@ class AtSize(_Data):
     outputs: Bytes
     residuals: dict[str, Bytes]
     shared: dict[str, Bytes] = {}
+    backward_weight: Seconds | None = None
+    stash: dict[str, Bytes] = {}
     temporary: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
@@ -184,6 +188,8 @@ class Profile(_Data):
                 state=layer.state,
                 residuals=at.residuals,
                 shared=at.shared,
+                backward_weight=at.backward_weight,
+                stash=at.stash,
                 update=layer.update,
                 temporary=at.temporary,
             )
@@ -202,7 +208,7 @@ class Profile(_Data):
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
         )
-        timed = ("forward", "backward", "update")
+        timed = ("forward", "backward", "backward_input", "backward_weight", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:

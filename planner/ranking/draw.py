@@ -59,7 +59,8 @@ def _draw_candidates(
         memory = max((known or candidate).memory)
         fits = candidate.over is None if known is None or limit is None else memory <= limit
         points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
-    for kind, (colour, mark) in zip(jpipe.schedules.SCHEDULES, cycle(_LOOKS), strict=False):
+    shown = [name for name in jpipe.schedules.SCHEDULES if any(kind == name for kind, _ in points)]
+    for kind, (colour, mark) in zip(shown, cycle(_LOOKS), strict=False):
         for fits in (False, True):
             if own := points.get((kind, fits)):
                 axes.scatter(

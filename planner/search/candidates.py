@@ -7,6 +7,7 @@ from typing import Literal
 
 import jpipe
 from planner.cost.price import all_reduce_seconds
+from planner.cost.shape import planned_schedules
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.candidate import Candidate
@@ -25,7 +26,7 @@ def find_candidates(
     batch: int,
     *,
     exact: bool = True,
-    schedules: Sequence[str] = tuple(jpipe.schedules.SCHEDULES),
+    schedules: Sequence[str] | None = None,
     pipedream: Updates = "batch",
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
@@ -38,11 +39,12 @@ def find_candidates(
         topology: the topology.
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
-        schedules: the schedules to try, of `jpipe.schedules.SCHEDULES`.
+        schedules: the schedules to try, of `planned_schedules`; None: all of them.
         pipedream: how PipeDream's stages are found. "batch": all update once per batch, so their replicas divide its microbatches.
             "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
             exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
     """
+    schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
         schedules = tuple(name for name in schedules if not cannot_share(name))
     found = sweep(profile, topology, batch, exact=exact, schedules=schedules)

@@ -23,7 +23,7 @@ from planner.cost.price import (
     steady_price,
     walked_price,
 )
-from planner.cost.shape import Flights, Pipelines, batch_orders, flights
+from planner.cost.shape import Flights, Pipelines, batch_orders, flights, planned_schedules
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.balance import balance
@@ -40,7 +40,7 @@ def sweep(
     batch: int,
     *,
     exact: bool = False,
-    schedules: Sequence[str] = tuple(jpipe.schedules.SCHEDULES),
+    schedules: Sequence[str] | None = None,
     price: Literal["closed form", "paper"] = "closed form",
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d workers of the topology; on fewer workers only if no such plan fits.
@@ -53,13 +53,13 @@ def sweep(
         topology: the topology.
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
-        schedules: the schedules to try, of `jpipe.schedules.SCHEDULES`.
+        schedules: the schedules to try, of `planned_schedules`; None: all of them.
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
-    run = _Sweep(profile, topology, batch, exact, tuple(schedules), price)
+    run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
     found = [candidate for width, depth in run.full() for candidate in run.candidates(width, depth)]
     if all(candidate.over for candidate in found):
         for width, depth in run.smaller():

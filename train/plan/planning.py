@@ -14,6 +14,7 @@ import optax
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
+from planner.cost.shape import planned_schedules
 from planner.machine.local import usable_cores
 from planner.machine.topology import Topology
 from planner.profile.analyze import analyze
@@ -185,7 +186,7 @@ def _possible(profile: Profile, request: Request, global_norm: bool, reporter: R
 
     Says which schedules are left out because of options or shared parameters.
     """
-    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
+    allowed = request.schedules or planned_schedules()
     used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
     schedules = tuple(name for name in allowed if name not in refusals)
@@ -226,7 +227,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        asked = f" with {' or '.join(schedules)}" if len(schedules) < len(jpipe.schedules.SCHEDULES) else ""
+        asked = f" with {' or '.join(schedules)}" if request.schedules else ""
         limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
         raise InputError(
             f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "

@@ -106,8 +106,6 @@ class _Rank:
         """
         counts = self.begun | {k: (self.begun.get(k, (0, 0))[0] + 1, self.begun.get(k, (0, 0))[1])}
         free = self.limit - sum(forwards - backwards for forwards, backwards in counts.values())
-        if free < 0:
-            return False
         for microbatch in sorted(counts):
             forwards, backwards = counts[microbatch]
             if len(self.stages) - forwards > free:

@@ -159,6 +159,15 @@ def test_a_greedy_order_on_a_v_has_no_bubble_for_equal_times(d, m):
     assert max(Priced(auto, 1, 1, 1).idle) == d - 1
 
 
+@pytest.mark.parametrize(("schedule", "d", "v", "limit"), [("zb_h1", 4, 1, 4), ("zb_h1", 4, 1, 7), ("zb_v", 3, 2, 8)])
+def test_greedy_orders_know_the_latency(schedule, d, v, limit):
+    """With slow messages an order that was made for them is shorter than one that was made for none."""
+    plan, costs = plan_of(schedule, d, v, 2 * d), [StageCost()] * (d * v)
+    orders = [with_order_of(plan, greedy_order(plan, costs, limits=limit, latency=latency)) for latency in (0.0, 1.0)]
+    without, found = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)
+    assert found < without
+
+
 def with_order_of(plan, order):
     return Plan.even(plan.layers, plan.depth, "auto_zero_bubble", plan.microbatches, ranks=plan.rank_stages, order=order)
 

@@ -127,6 +127,15 @@ def test_ranks_hold_as_many_microbatches_as_said(schedule, v, to_input, to_weigh
             assert most_held(order, lambda entry: entry.finishes) == to_weight(d, v, p), (d, p)
 
 
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_zb_v_with_few_microbatches_is_what_is_left_of_the_order_of_more(d):
+    whole = plan_of("zb_v", d, 2, 2 * d - 1)
+    for m in range(1, 2 * d - 1):
+        plan = plan_of("zb_v", d, 2, m)
+        for p in range(d):
+            assert order_of(plan, p) == [entry for entry in order_of(whole, p) if entry.microbatch < m]
+
+
 def test_looped_bfs_holds_everything_and_naive_one_microbatch():
     assert most_held(order_of(plan_of("looped_bfs", 4, 2, 7), 0), lambda entry: entry.finishes) == 14
     assert most_held(order_of(plan_of("naive", 4, 1, 7), 0), lambda entry: entry.finishes) == 1

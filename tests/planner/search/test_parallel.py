@@ -10,6 +10,7 @@ import pytest
 import jpipe
 from planner.cost.crossings import Crossings
 from planner.cost.memory import stage_bytes, waiting_inputs
+from planner.cost.shape import planned_schedules
 from planner.cost.simulated import simulated
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
@@ -130,7 +131,7 @@ def test_every_legal_plan_is_there_and_no_other():
     seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in found]
     assert len(set(seen)) == len(seen)
     expected = set()
-    for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, jpipe.schedules.SCHEDULES):
+    for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, planned_schedules()):
         width = 6 // depth
         most = batch // (rows * width)
         numbers = {*(2**k for k in range(9)), *(depth * 2**k for k in range(9)), most}
@@ -140,7 +141,7 @@ def test_every_legal_plan_is_there_and_no_other():
             if m <= most and (depth > 1 or schedule in ONE_STAGE) and _is_legal(profile, key):
                 expected.add(key)
     assert set(seen) == expected
-    assert {c.schedule for c in found} == set(jpipe.schedules.SCHEDULES)
+    assert {c.schedule for c in found} == set(planned_schedules())
 
 
 def _is_legal(profile, key):
@@ -197,7 +198,7 @@ def _plan(profile, starts, policy, candidate=None):
     )
 
 
-@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", planned_schedules())
 def test_prices_are_those_of_the_simulator(schedule):
     for blocks, outer, head, memory in ((6, 5_000.0, 0.5, 250_000.0), (4, 50_000.0, 2.0, None)):
         profile = gpt(blocks, head=head)
@@ -353,7 +354,7 @@ def test_workers_that_share_cores_compute_no_faster_than_these():
     assert sweep(profile, topology, 16)[0].bound == "the cores"
 
 
-@pytest.mark.parametrize("schedule", jpipe.schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", planned_schedules())
 def test_memory_is_no_less_than_the_simulator_counts(schedule):
     profile, topology = gpt(6), levels((4, 50_000.0, 0.02))
     candidates = [c for c in sweep(profile, topology, 8, schedules=[schedule]) if c.microbatches <= 8]

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import jpipe
+from planner.cost.shape import planned_schedules
 from planner.ranking import table
 from planner.ranking.choose import choose
 from planner.ranking.draw import draw_choice
@@ -41,17 +42,17 @@ def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
 
 def test_it_is_ranked_and_drawn_among_the_others(schedule):
     profile = gpt(4)
-    candidates = find_candidates(profile, TOPOLOGY, 8, schedules=tuple(jpipe.schedules.SCHEDULES))
-    assert {candidate.schedule for candidate in candidates} == set(jpipe.schedules.SCHEDULES)
+    candidates = find_candidates(profile, TOPOLOGY, 8, schedules=planned_schedules())
+    assert {candidate.schedule for candidate in candidates} == set(planned_schedules())
     choice = choose(profile, TOPOLOGY, [c for c in candidates if c.schedule in (schedule, "gpipe")], most=2)
     own = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
     assert own.samples_per_second > 0
     assert any(schedule in row for row in table.rows(choice, len(choice.ranked)))
     scatter = draw_choice(choice, candidates, own).axes[0]
     labels = [text.get_text() for text in scatter.get_legend().get_texts()]
-    assert set(jpipe.schedules.SCHEDULES) <= set(labels)
+    assert set(planned_schedules()) <= set(labels)
     colours = {tuple(points.get_facecolor()[0][:3]) for points in scatter.collections if points.get_label() in jpipe.schedules.SCHEDULES}
-    assert len(colours) == len(jpipe.schedules.SCHEDULES)
+    assert len(colours) == len(planned_schedules())
 
 
 def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
