@@ -107,7 +107,7 @@ def plan(
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
-        explain: Tell the plans that do not fit, and by how much.
+        explain: Tell why the plan was chosen, which plans do not fit, and by how much.
         allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.held():

@@ -47,8 +47,9 @@ class Shape:
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
 
+@cache
 def is_planned(schedule: str) -> bool:
-    """Whether planners choose among plans of this schedule: of one stage on each rank, with whole backwards."""
+    """Whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
     rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
@@ -56,7 +57,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """The schedules among whose plans planners choose."""
+    """The schedules for which planners search all cuts; for the others see `planner.search.variants`."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 

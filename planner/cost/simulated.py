@@ -7,6 +7,7 @@ import numpy as np
 
 import jpipe
 from planner.cost.bound import computing_seconds, port_seconds, unhindered_seconds
+from planner.cost.shape import is_planned
 from planner.machine.topology import Topology
 
 MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
@@ -20,9 +21,9 @@ class Simulated:
 
     Attributes:
         batch_seconds: seconds per batch.
-        bubble: share of the workers' time in which they do not compute.
-        peak_bytes: for each worker the peak bytes during a computation, including its results and temporaries.
-        sent_bytes: for each worker the bytes that it sends per batch.
+        bubble: share of the ranks' time in which they do not compute.
+        peak_bytes: for each rank the peak bytes during a computation, including its results and temporaries.
+        sent_bytes: for each rank the bytes that it sends per batch.
     """
 
     batch_seconds: float
@@ -34,7 +35,7 @@ class Simulated:
 def simulated(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
 ) -> Simulated | None:
-    """Simulate a plan on a topology, with worker w on device w, or placed by the plan's `keep_together`.
+    """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
     Args:
         plan: the plan.
@@ -50,15 +51,15 @@ def simulated(
     first, batches = window(plan)
     link, shown = network(plan, topology), first + batches + 1
     prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
-    seconds = max(
-        _measured(plan, prediction.timeline), unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
-    )
+    seconds = _measured(plan, prediction.timeline)
+    if is_planned(plan.schedule) and plan.depth == len(plan.rank_stages):  # for which there are bounds
+        seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))
     if topology.cores is not None:
         cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     return Simulated(
         batch_seconds=seconds,
-        bubble=1 - computing_seconds(plan, costs) / (len(plan.workers) * seconds),
+        bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
         peak_bytes=prediction.peak_bytes_running,
         sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
     )
@@ -70,18 +71,18 @@ def forwards(plan: jpipe.Plan) -> int:
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """The link between any two workers of a plan, according to their placement."""
+    """The link between any two ranks of a plan, according to their placement."""
     place = places(plan)
     return lambda source, target: topology.link(place[source], place[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Seconds per batch in the window: the mean over the workers, because workers that share links begin batches irregularly."""
+    """Seconds per batch in the window: the mean over the ranks, because ranks that share links begin batches irregularly."""
     first, batches = window(plan)
     found = []
-    for (s, _), row in zip(plan.workers, timeline, strict=True):
-        own = plan.microbatches // plan.replicas[s]
-        starts = [span.start for span in row if span.op != "B"]
+    for workers, row in zip(plan.rank_workers, timeline, strict=True):
+        own = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
+        starts = [span.start for span in row if span.op[0] == "F"]
         found.append(starts[(first + batches) * own] - starts[first * own])
     return sum(found) / len(found) / batches
 
@@ -96,9 +97,9 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
 
 
 def places(plan: jpipe.Plan) -> tuple[int, ...]:
-    """The number of each worker's device, as `jpipe.Pipeline` places them on as many devices as there are workers."""
+    """The number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
     if plan.placement is not None:
-        return tuple(number for stage in plan.placement for number in stage)
+        return tuple(number for rank in plan.placement for number in rank)
     return tuple(int(number) for number in np.argsort(plan.placing_order))
 
 

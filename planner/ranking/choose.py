@@ -51,12 +51,12 @@ class Ranked:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes of a worker of each stage."""
+        """Peak bytes of a device of each rank."""
         if self.simulated is None:
             return self.candidate.memory
         peaks, first = self.simulated.peak_bytes, 0
         found = []
-        for count in self.candidate.replicas:
+        for count in self.candidate.replicas[: self.candidate.ranks]:
             found.append(max(peaks[first : first + count]))
             first += count
         return tuple(found)

@@ -12,6 +12,8 @@ from planner.cost.memory import stage_bytes, waiting_inputs
 from planner.cost.simulated import simulated
 from planner.ranking.choose import Choice, Ranked
 
+_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -19,8 +21,8 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each stage in closed form, from the profile.
-        lacking: the most bytes that a stage lacks, 0 or less if the plan fits; None if memory is not limited.
+        estimated: bytes of each rank, from the profile: in closed form, or simulated where there is none.
+        lacking: the most bytes that a rank lacks, 0 or less if the plan fits; None if memory is not limited.
     """
 
     ranked: Ranked
@@ -29,12 +31,12 @@ class Compiled:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The relative error of the estimate for each stage; above 0 if it was too high."""
+        """The relative error of the estimate for each rank; above 0 if it was too high."""
         return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
     def fits(self) -> bool:
-        """Whether all stages fit."""
+        """Whether all ranks fit."""
         return self.lacking is None or self.lacking <= 0
 
 
@@ -51,7 +53,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     times = choice.profile.stage_costs(plan, ranked.candidate.rows)
     costs = [
-        dataclasses.replace(size, forward=time.forward, backward=time.backward, update=time.update)
+        dataclasses.replace(size, **{name: getattr(time, name) for name in _TIMES})
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.global_norm))

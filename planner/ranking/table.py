@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 import jpipe
+from planner.cost.shape import is_planned
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.choose import Choice, Ranked
 from planner.search.candidate import Candidate
 
-WORDS = ("schedule", "recompute", "bound by")  # columns of words, which begin at the left
+_EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
+WORDS = ("schedule", "recompute", "bound by", "why not", "memory of each rank")  # columns of words, which begin at the left
 HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
 
 
@@ -25,7 +27,10 @@ def how_known(choice: Choice, most: int) -> str:
 
 
 def shape(candidate: Candidate) -> str:
-    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas."""
+    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas, `4 ranks of 2` for as
+    many with two stages each."""
+    if candidate.chunks > 1:
+        return f"{candidate.ranks} ranks of {candidate.chunks}" + (f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else "")
     if len(set(candidate.replicas)) > 1:
         return "·".join(map(str, candidate.replicas))
     return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
@@ -86,8 +91,53 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
         plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
-        lines.append(f"{plan}: stage {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
+        what = "rank" if candidate.chunks > 1 else "stage"
+        lines.append(f"{plan}: {what} {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
     return lines
+
+
+def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
+    """Rows that hold the first plan that fits against the best of other kinds: see `WHY_HEAD` for the columns."""
+    best, limit = choice.ranked[0], choice.topology.device.memory
+    return [_why_row(best, other, limit) for other in choice.ranked[:most]]
+
+
+WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "memory of each rank", "why not")
+
+
+def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...]:
+    candidate = other.candidate
+    memory = ", ".join(map(size, other.memory)) + (f" of {size(limit)}" if limit else "")
+    return (
+        schedule(candidate),
+        shape(candidate),
+        f"{1e3 / other.samples_per_second:.4g} ms",
+        f"{_bubble(other):.1%}",
+        memory,
+        "chosen" if other is best else _what_is_worse(best, other),
+    )
+
+
+def _what_is_worse(best: Ranked, other: Ranked) -> str:
+    """What a plan lacks in comparison with the chosen one, in words."""
+    own, chosen = other.candidate, best.candidate
+    slower = best.samples_per_second / other.samples_per_second - 1
+    if slower > _EQUAL:
+        more = _bubble(other) - _bubble(best)
+        return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
+    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
+    reasons = (
+        (own.ranks > chosen.ranks, "more ranks"),
+        (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
+        (best_rules.flushes and not rules.flushes, "older weights"),
+        (is_planned(chosen.schedule) and not is_planned(own.schedule), "more programs"),
+        (max(other.memory) > max(best.memory), "more memory"),
+    )
+    return "as fast, " + next((what for holds, what in reasons if holds), "no better")
+
+
+def _bubble(ranked: Ranked) -> float:
+    return ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
 
 
 def what_would_fit(choice: Choice) -> list[str]:
@@ -136,7 +186,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         recomputation(candidate.policies),
         rate(candidate.samples_per_second),
         rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
-        f"{candidate.bubble if found is None else found.bubble:.0%}",
+        f"{_bubble(ranked):.0%}",
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),
         candidate.bound,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import jpipe
+from planner.cost.shape import is_planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,13 @@ class Candidate:
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
         bubble: share of the time of its workers in which they do not compute.
-        memory: peak bytes of a worker of each stage.
+        memory: peak bytes of a device of each rank.
         sent: bytes per row that all workers together send.
         bound: what limits the speed, as text.
-        over: the stage that lacks most memory and how many bytes; None: it fits.
+        over: the rank that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
+        chunks: how many stages each rank runs.
+        order: as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -43,6 +46,8 @@ class Candidate:
     bound: str
     over: tuple[int, int] | None = None
     update_every: Literal["batch", "replicas"] = "batch"
+    chunks: int = 1
+    order: tuple[str, ...] | None = None
 
     @property
     def depth(self) -> int:
@@ -51,8 +56,13 @@ class Candidate:
 
     @property
     def workers(self) -> int:
-        """How many workers it uses."""
-        return sum(self.replicas)
+        """How many devices it uses."""
+        return sum(self.replicas) // self.chunks
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, without replicas."""
+        return self.depth // self.chunks
 
     @property
     def batch(self) -> int:
@@ -66,15 +76,24 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Schedule, replicas of each stage, and what is kept together: what plans that differ only in sizes have in common."""
-        return self.schedule, self.update_every, self.replicas, self.keep_together
+        """Schedule, replicas of each stage, chunks, and what is kept together: what plans that differ only in sizes have in common."""
+        return self.schedule, self.update_every, self.replicas, self.keep_together, self.chunks
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The sort key: plans that fit first, then faster ones, fewer stages, a flush, less memory, a smaller batch."""
+        """The sort key: plans that fit first, then faster ones; fewer ranks and chunks, a flush, whole backwards, less memory, fewer rows."""
         schedule = jpipe.schedules.SCHEDULES[self.schedule]
         lacks = self.over[1] if self.over else 0
-        ties = (self.depth, not schedule.flushes, max(self.memory), self.batch, self.extra_in_flight, self.rows)
+        ties = (
+            self.ranks,
+            self.chunks,
+            not schedule.flushes,
+            not is_planned(self.schedule),
+            max(self.memory),
+            self.batch,
+            self.extra_in_flight,
+            self.rows,
+        )
         # nine digits: rounding errors of sums do not decide
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
@@ -107,4 +126,12 @@ class Candidate:
             extra_in_flight=self.extra_in_flight,
             keep_together=self.keep_together,
             update_every=self.update_every,
+            ranks=None if self.chunks == 1 else self._ranks,
+            order=self.order,
         )
+
+    @property
+    def _ranks(self) -> jpipe.schedules.Ranks:
+        """The ranks of its chunks: as the schedule needs them, and in a V for orders of its own."""
+        layout = jpipe.schedules.SCHEDULES[self.schedule].layout
+        return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import jpipe
 from planner.cost.price import all_reduce_seconds
-from planner.cost.shape import planned_schedules
+from planner.cost.shape import is_planned, planned_schedules
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.candidate import Candidate
@@ -57,7 +57,7 @@ def find_candidates(
 
 def cannot_share(schedule: str) -> str:
     """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
-    return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2))
+    return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:

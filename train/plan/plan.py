@@ -75,7 +75,7 @@ def main(
         request: what is to be planned for.
         overrides: `key=value` for the config.
         rows: of a microbatch of a `graph.txt`; None: 1.
-        explain: list the plans that do not fit.
+        explain: say why the plan was chosen, and list the plans that do not fit.
         allow_code: import and run the functions that a config names.
 
     Raises:
@@ -103,6 +103,7 @@ def main(
         raise nothing_fits(found.choice)
     _report(reporter, found.choice, confirmed, batch)
     if explain:
+        _say_why(reporter, found.choice)
         for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, files, found)
@@ -196,17 +197,30 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
     reporter.say(f"chosen: {table.name(candidate)}")
     plan = choice.plan(chosen)
-    if plan.depth > len(plan.rank_stages):
-        reporter.say("  ranks: " + "; ".join(f"{p} runs stages {' '.join(map(str, stages))}" for p, stages in enumerate(plan.rank_stages)))
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
-        estimate = "" if confirmed is None else f", estimated {table.size(confirmed.estimated[s])} ({confirmed.errors[s]:+.1%})"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
-        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}; {table.size(chosen.memory[s])}{estimate}")
+        memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
+    if candidate.chunks > 1:
+        for p, stages in enumerate(plan.rank_stages):
+            reporter.say(f"  rank {p}: stages {', '.join(map(str, stages))}; {_memory(chosen, confirmed, p)}")
     if confirmed is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
+    """The memory of a rank, and if its stages are compiled how good the estimate was."""
+    estimate = "" if confirmed is None else f", estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
+    return table.size(chosen.memory[p]) + estimate
+
+
+def _say_why(reporter: Reporter, choice: Choice) -> None:
+    """Hold the chosen plan against the best of other kinds."""
+    reporter.say("why it was chosen, against the best plans of other kinds:")
+    reporter.table(table.WHY_HEAD, table.why_chosen(choice, SHOWN), table.WORDS)
 
 
 def _write(reporter: Reporter, files: Files, found: Found) -> None:

@@ -14,7 +14,7 @@ import optax
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
-from planner.cost.shape import planned_schedules
+from planner.cost.shape import is_planned
 from planner.machine.local import usable_cores
 from planner.machine.topology import Topology
 from planner.profile.analyze import analyze
@@ -26,6 +26,7 @@ from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
 from planner.search.candidate import Candidate
 from planner.search.candidates import Updates, cannot_share, find_candidates
+from planner.search.variants import find_variants
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
@@ -186,7 +187,7 @@ def _possible(profile: Profile, request: Request, global_norm: bool, reporter: R
 
     Says which schedules are left out because of options or shared parameters.
     """
-    allowed = request.schedules or planned_schedules()
+    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
     used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
     schedules = tuple(name for name in allowed if name not in refusals)
@@ -218,7 +219,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
             "--schedules without pipedream leaves that out"
         )
     exact = not request.up_to
-    found = find_candidates(profile, topology, batch, exact=exact, schedules=schedules, pipedream=request.pipedream or "batch")
+    planned = tuple(filter(is_planned, schedules))
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=request.pipedream or "batch")
+    options: dict[str, Any] = {"all_workers": request.all_workers, "global_norm": global_norm}
+    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, **options)
+    found += list(variants)
     if why_one_stage:
         found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
         if not found:
@@ -236,7 +241,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     if len(candidates) < len(used):
         many = count(len(used) - len(candidates), "candidate")
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
-    known: dict[Candidate, Ranked] = {}
+    known = {candidate: Ranked(candidate, variants[candidate]) for candidate in candidates if candidate in variants}
     return Found(choose(profile, topology, candidates, global_norm=global_norm, tried=known), tuple(candidates), known)
 
 
