@@ -81,7 +81,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The sort key: plans that fit first, then faster ones; fewer ranks and chunks, a flush, whole backwards, less memory, fewer rows."""
+        """The sort key: plans that fit first, then faster ones; fewer ranks and chunks, a flush, whole backwards, less memory."""
         schedule = jpipe.schedules.SCHEDULES[self.schedule]
         lacks = self.over[1] if self.over else 0
         ties = (

@@ -16,6 +16,7 @@ from tests.planner.search.test_parallel import gpt, levels
 FAST = levels((4, 1e9, 0.0))
 
 
+@pytest.mark.slow
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
     found = find_variants(gpt(14), FAST, 8, all_workers=True)
@@ -24,6 +25,7 @@ def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {candidate.workers for candidate in found} == {4}
 
 
+@pytest.mark.slow
 def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
     profile, found = gpt(6), find_variants(gpt(6), levels((4, 20_000.0, 0.02)), 8)
     assert len(found) > 20
