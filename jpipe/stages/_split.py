@@ -122,7 +122,7 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
             results = _evaluate(body, consts, [*inputs[:count], *carry, *x], {})
             return tuple(results[:carried]), tuple(results[carried:])
 
-        carry, stacked = _scan(equation, step, inputs[count : count + carried], inputs[count + carried :])
+        carry, stacked = _scan(equation, step, inputs[count : count + carried], tuple(inputs[count + carried :]))
         return [*carry, *stacked]
     return _bind(equation, inputs)
 

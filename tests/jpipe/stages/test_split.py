@@ -1,0 +1,298 @@
+"""The two halves of a backward make what the whole backward makes, compute nothing twice, and keep little in between."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import Layer, LayerStack, Pipeline
+from jpipe.model._dependence import is_literal
+from jpipe.stages._bytes import nbytes
+from jpipe.stages._functions import StageFunctions
+from tests.jpipe import models
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+ROWS, STEPS, WIDTH = 4, 8, 16
+HEADS = 2
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def weights(key, **shapes) -> dict:
+    keys = jax.random.split(key, len(shapes))
+    return {name: 0.3 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def layer(apply, state=None, *, stochastic=False, **shapes) -> Layer:
+    """A layer with weights of these shapes: `apply(params, state, x, key) -> (y, state)`."""
+    return Layer(
+        lambda key, x: (weights(key, **shapes), state or {}),
+        lambda params, state, x, key, train: apply(params, state, x, key),
+        stochastic=stochastic,
+    )
+
+
+def stateless(apply, **shapes) -> Layer:
+    """A layer with weights of these shapes: `apply(params, x) -> y`."""
+    return layer(lambda params, state, x, key: (apply(params, x), state), **shapes)
+
+
+def _normed(scale, x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def _attended(p, x):
+    queries, keys, values = (part.reshape(*x.shape[:-1], HEADS, -1) for part in jnp.split(_normed(p["first"], x) @ p["qkv"], 3, axis=-1))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
+    shares = jax.nn.softmax(jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9))
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, values).reshape(x.shape) @ p["out"]
+
+
+def _gpt_block(p, x):
+    x = x + _attended(p, x)
+    return x + jax.nn.gelu(_normed(p["second"], x) @ p["up"] + p["bias"]) @ p["down"]
+
+
+BLOCK = {
+    "first": (WIDTH,),
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "second": (WIDTH,),
+    "up": (WIDTH, 4 * WIDTH),
+    "bias": (4 * WIDTH,),
+    "down": (4 * WIDTH, WIDTH),
+}
+
+
+def _dropped_block(p, state, x, key):
+    y = _gpt_block(p, x)
+    if key is None:
+        return x + y, state
+    return x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0), state
+
+
+def _in_bfloat16(p, x):
+    return _gpt_block(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), x.astype(jnp.bfloat16)).astype(x.dtype)
+
+
+def _convolved(p, state, x, key):
+    """A residual convolution with batch normalization; its running mean is layer state."""
+    y = jax.lax.conv_general_dilated(x, p["kernel"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+    mean = y.mean((0, 1))
+    y = (y - mean) * jax.lax.rsqrt(jnp.square(y - mean).mean((0, 1)) + 1e-5) * p["scale"]
+    return x + jax.nn.relu(y), {"mean": 0.9 * state["mean"] + 0.1 * mean}
+
+
+def _lstm(p, x):
+    def step(carry, inputs):
+        h, c = carry
+        i, f, g, o = jnp.split(inputs @ p["input"] + h @ p["hidden"] + p["bias"], 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((x.shape[0], WIDTH), x.dtype)
+    return jax.lax.scan(step, (start, start), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def _scanned_blocks(p, x):
+    return jax.lax.scan(lambda h, own: (_gpt_block(own, h), None), x, p)[0]
+
+
+def _nested_scans(p, x):
+    def outer(h, w):
+        return jax.lax.scan(lambda g, _: (jnp.tanh(g @ w), None), h, length=2)[0], None
+
+    return jax.lax.scan(outer, x, p["w"])[0]
+
+
+def _branched(p, x):
+    """One of two products by the data: what is inside of a `cond` is not cut."""
+    return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ p["a"]), lambda x: jnp.sin(x @ p["b"]), x)
+
+
+def _routed(p, x):
+    """Each row goes to one of the experts, whose weights are gathered."""
+    expert = jnp.argmax(x.mean(1) @ p["router"], axis=-1)
+    share = jax.nn.softmax(x.mean(1) @ p["router"]).max(-1)
+    return x + share[:, None, None] * jnp.einsum("bsw,bwv->bsv", x, p["experts"][expert])
+
+
+@jax.custom_vjp
+def _clipped(x):
+    return jnp.tanh(x)
+
+
+_clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * (1 - jnp.square(jnp.tanh(x))),))
+
+
+def _custom(p, x):
+    return _clipped(_clipped(x @ p["w"]) @ p["w"])  # the weights twice
+
+
+SQUARE = (WIDTH, WIDTH)
+LAYERS = {
+    "dense": lambda: stateless(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), w=SQUARE, b=(WIDTH,)),
+    "gpt": lambda: stateless(_gpt_block, **BLOCK),
+    "dropout": lambda: layer(_dropped_block, stochastic=True, **BLOCK),
+    "bfloat16": lambda: stateless(_in_bfloat16, **BLOCK),
+    "convolution": lambda: layer(_convolved, {"mean": jnp.zeros(WIDTH)}, kernel=(3, WIDTH, WIDTH), scale=(WIDTH,)),
+    "lstm": lambda: stateless(_lstm, input=(WIDTH, 4 * WIDTH), hidden=(WIDTH, 4 * WIDTH), bias=(4 * WIDTH,)),
+    "scanned": lambda: stateless(_scanned_blocks, **{name: (3, *shape) for name, shape in BLOCK.items()}),
+    "nested": lambda: stateless(_nested_scans, w=(3, *SQUARE)),
+    "cond": lambda: stateless(_branched, a=SQUARE, b=SQUARE),
+    "experts": lambda: stateless(_routed, router=(WIDTH, 3), experts=(3, *SQUARE)),
+    "custom_vjp": lambda: stateless(_custom, w=SQUARE),
+}
+EMBEDDING = stateless(lambda p, x: p["table"][x], table=(11, WIDTH))
+PAIRED = stateless(lambda p, x: {"a": (x @ p["w"], jnp.arange(3)), "b": x}, w=SQUARE)
+UNPAIRED = stateless(lambda p, x: jnp.tanh(x["a"][0] @ p["w"]) + x["b"] * x["a"][1].sum(), w=SQUARE)
+
+
+def loss(y, labels):
+    return jnp.square(y - labels).sum(), 1.0 * labels.size
+
+
+def functions_of(layers: dict, sizes=None, *, inputs=None, recompute="none", **options) -> list[StageFunctions]:
+    """The stage functions of these layers, one a stage."""
+    stack = LayerStack(layers, **({"tie": options.pop("tie")} if "tie" in options else {}))
+    plan = models.cut(stack.ids, sizes or [1] * len(stack.ids), microbatches=2, recompute=recompute, schedule="zb_h1")
+    x = np.zeros((2 * ROWS, STEPS, WIDTH), np.float32) if inputs is None else inputs
+    pipe = Pipeline(stack, plan, loss, optax.sgd(0.1), **options)
+    return pipe._functions((x, np.zeros((2 * ROWS, STEPS, WIDTH), np.float32)))
+
+
+def middle(kind: str, recompute: str = "none", **options) -> StageFunctions:
+    """The stage of two such layers between others."""
+    layers = {"in": LAYERS["dense"](), "one": LAYERS[kind](), "two": LAYERS[kind](), "out": LAYERS["dense"]()}
+    return functions_of(layers, (1, 2, 1), recompute=recompute, **options)[1]
+
+
+def filled(specs, seed: int = 0):
+    """Random arrays of these shapes and dtypes."""
+    draw = np.random.default_rng(seed)
+
+    def fill(spec):
+        if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+            return jax.random.key(seed)
+        if jnp.issubdtype(spec.dtype, jnp.inexact):
+            return jnp.asarray(draw.normal(0.0, 0.5, spec.shape), spec.dtype)
+        return jnp.asarray(draw.integers(0, 3, spec.shape), spec.dtype)
+
+    return jax.tree.map(fill, specs)
+
+
+class Run:
+    """A forward of a stage and what its backward takes, on random arrays."""
+
+    def __init__(self, f: StageFunctions) -> None:
+        self.f = f
+        self.params, self.rng, self.sums = filled(f.specs.params, 1), filled(f.specs.rng), filled(f.accumulators_spec, 2)
+        self.arguments = filled(f.specs.arguments, 3)
+        self.scale = None if f.scale_spec is None else jnp.float32(64.0)
+        self.y, self.new_state, self.saved = jax.jit(f.forward)(self.params, *self.arguments, self.rng)
+        self.kept = f.residuals.keep(self.arguments, (self.y, self.new_state))
+        self.message = self.y if f.last else filled(f.between_specs[2], 4)
+
+    def whole(self):
+        return self.params, self.kept, self.saved, self.message, self.sums, self.rng, self.scale
+
+    def first(self):
+        return self.params, self.kept, self.saved, self.message, self.rng, self.scale
+
+    def second(self, stash):
+        return self.params, self.f.rest(self.kept, self.saved, self.message), stash, self.sums, self.rng, self.scale
+
+    def in_halves(self):
+        message, stash = jax.jit(self.f.backward_input)(*self.first())
+        return message, jax.jit(self.f.backward_weight)(*self.second(stash))
+
+
+def check_close(found, expected) -> None:
+    """Equal to rounding: XLA may fuse the same operations in other ways."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-3, atol=1e-4)
+
+
+def check_halves(f: StageFunctions) -> Run:
+    """Both halves make what the whole backward makes."""
+    run = Run(f)
+    check_close(run.in_halves(), jax.jit(f.backward)(*run.whole()))
+    return run
+
+
+def products(function, arguments) -> int:
+    """How many products and convolutions a function computes that its results depend on; in a loop, once a step."""
+    return _products(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _products(jaxpr) -> int:
+    live, count = {var for var in jaxpr.outvars if not is_literal(var)}, 0
+    for equation in reversed(jaxpr.eqns):
+        if any(var in live for var in equation.outvars):
+            live.update(var for var in equation.invars if not is_literal(var))
+            bodies = [getattr(value, "jaxpr", value) for value in equation.params.values()]
+            inner = sum(_products(body) for body in bodies if hasattr(body, "eqns"))
+            count += (equation.primitive.name in PRODUCTS) + equation.params.get("length", 1) * inner
+    return count
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [
+        ("gpt", "none"),
+        *(pytest.param(kind, "none", marks=SLOW) for kind in LAYERS if kind != "gpt"),
+        *(pytest.param(kind, "full", marks=SLOW) for kind in ("gpt", "dropout", "convolution", "lstm")),
+        *(pytest.param(kind, "dots_saveable", marks=SLOW) for kind in ("gpt", "convolution", "lstm")),
+    ],
+)
+def test_halves_make_what_the_whole_backward_makes(kind, recompute):
+    check_halves(middle(kind, recompute))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("kind", "of_inputs", "of_weights"), [("gpt", 16, 8), ("convolution", 2, 2)])
+def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
+    """Products of weight gradients are those of the second half, all others are those of the first."""
+    run = Run(middle(kind, recompute))
+    _, stash = jax.eval_shape(run.f.backward_input, *run.first())
+    whole = products(run.f.backward, run.whole())
+    first, second = products(run.f.backward_input, run.first()), products(run.f.backward_weight, run.second(stash))
+    assert second == of_weights
+    assert first == of_inputs if recompute == "none" else first + second == whole
+
+
+@pytest.mark.parametrize(("kind", "share"), [("gpt", 0.43), ("lstm", 0.47)])
+def test_less_is_kept_between_the_halves_than_before_the_first(kind, share):
+    """With every array that the second half reads, and not the cheapest cut, the LSTM would keep 0.54 of its residuals."""
+    f = middle(kind)
+    assert nbytes(f.stash_spec) < share * nbytes(f.between_specs[:2])
+
+
+def test_the_first_stage_has_nothing_in_its_first_half():
+    f = functions_of({"in": EMBEDDING, "out": LAYERS["dense"]()}, inputs=np.zeros((2 * ROWS, STEPS), np.int32))[0]
+    run = check_halves(f)
+    (gradient, _), stash = f.backward_input(*run.first())
+    assert (gradient, list(stash)) == ([], [])
+
+
+def test_the_last_stage_runs_its_forward_with_the_first_half():
+    f = functions_of({"in": LAYERS["dense"](), "out": LAYERS["dense"]()})[-1]
+    run = Run(f)
+    message, state, made = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
+    sums = jax.jit(f.backward_weight)(run.params, *f.stash_of(run.arguments, state, made), run.sums, run.rng, run.scale)
+    whole = jax.jit(f.forward_backward)(run.params, *run.arguments, run.sums, run.rng, run.scale)
+    check_close((message, sums, state), whole)
+
+
+def test_messages_of_several_arrays():
+    f = functions_of({"in": LAYERS["dense"](), "pair": PAIRED, "unpair": UNPAIRED, "out": LAYERS["dense"]()})
+    check_halves(f[1])
+    check_halves(f[2])
