@@ -46,6 +46,9 @@ CASES: dict[str, dict[str, dict]] = {
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
         "float16": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "params": "float16"},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+        "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "microbatches": 3, "chunks_per_rank": 2},
+        "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
+        "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "4": {

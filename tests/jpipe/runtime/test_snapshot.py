@@ -29,6 +29,11 @@ PLANS = {
     "3-2-1, own state": {"schedule": "pipedream", "replicas": [3, 2, 1], "microbatches": 6, "sync_state": False},
     "two pipelines of 2BW": {"schedule": "pipedream_2bw", "replicas": 2, "microbatches": 6},
     "two pipelines of GPipe": {"schedule": "gpipe", "replicas": 2, "microbatches": 4},
+    "interleaved": {"schedule": "interleaved_1f1b", "num_stages": 4, "chunks_per_rank": 2},
+    "ZB-V": {"schedule": "zb_v", "num_stages": 4},
+    "2BW with chunks": {"schedule": "pipedream_2bw", "num_stages": 4, "chunks_per_rank": 2},
+    "PipeDream with chunks": {"schedule": "pipedream", "num_stages": 4, "chunks_per_rank": 2},
+    "2BW, early gradients": {"schedule": "pipedream_2bw", "split_backward": "early"},
 }
 
 
@@ -45,7 +50,7 @@ def plan_of(fields):
 
 
 def pipeline(plan, optimizer=None, **options):
-    devices = [jax.devices()[s] for s, _ in plan.workers]
+    devices = [jax.devices()[plan.workers[workers[0]][0]] for workers in plan.rank_workers]
     return Pipeline(models.rich_stack(), plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
 
 
@@ -68,7 +73,8 @@ def trained(pipe, state, batches, cuts=()):
         state, metrics = pipe.step(state, batch, observe=observe)
         losses |= {t: float(loss) for t, loss in metrics.losses.items()}
         found |= {t: on_host(one.layers()) for t, one in taken.items() if one.complete and t not in found}
-    state = pipe.drain(state)
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses |= {t: float(loss) for t, loss in metrics.losses.items()}
     return losses, pipe.params(state), running.layer_state(state), found
 
 

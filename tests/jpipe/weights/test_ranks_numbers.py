@@ -1,6 +1,7 @@
 """Schedules that run several stages on a rank, or split backwards, give the numbers of the sequential reference, bit for bit."""
 
 import itertools
+import random
 
 import pytest
 
@@ -45,30 +46,30 @@ def test_numbers_are_those_of_the_reference(schedule, ranks, chunks, m, replicas
     check(plan_of(schedule, ranks, chunks, m, replicas, **fields), drain_after={1, 4})
 
 
-def all_plans():
-    """Each schedule on 1 to 4 ranks of 1 to 3 chunks, few and many microbatches, with and without replicas: the legal ones."""
-    for schedule, ranks, chunks, replicas in itertools.product(
-        [*models.OTHERS, "pipedream", "pipedream_2bw"], (1, 2, 3, 4), (1, 2, 3), (1, 2)
-    ):
-        layout = SCHEDULES[schedule].layout
+def legal_plans(schedule: str) -> list[Plan]:
+    """On 1 to 4 ranks of 1 to 3 chunks, few and many microbatches, with and without replicas."""
+    layout, found = SCHEDULES[schedule].layout, []
+    for ranks, chunks, replicas in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2)):
         if (layout == "straight" and chunks > 1) or (layout == "v" and chunks != 2) or (schedule.startswith("pipedream") and chunks == 1):
             continue
         for m in sorted({1, 3, 4, 2 * ranks}):
             try:
-                yield plan_of(schedule, ranks, chunks, m * replicas, replicas)
+                found.append(plan_of(schedule, ranks, chunks, m * replicas, replicas))
             except InputError:
                 continue
+    return found
 
 
-PLANS = list(all_plans())
-PARTS = 24
+TRIED = 7
+"""Plans of each schedule that are run, of about 530 legal ones in all; all of them have been."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_numbers_of_all_plans_are_those_of_the_reference(part):
-    assert len(PLANS) > 200
-    for plan in PLANS[part::PARTS]:
+@pytest.mark.parametrize("schedule", [*models.OTHERS, "pipedream", "pipedream_2bw"])
+def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
+    plans = legal_plans(schedule)
+    assert len(plans) > 10
+    for plan in random.Random(schedule).sample(plans, TRIED):
         check(plan, drain_after={2})
 
 
