@@ -90,7 +90,7 @@ def check_refusal(messages: list[str]) -> None:
     count = len(messages)
     devices = [rf"  process {index}: cpu:\d+" for index in range(count)]
     message = [
-        rf"plan: expected at least as many workers as devices in a run of {count} processes, found 1 workers for {count} devices; "
+        rf"plan: expected at least as many ranks as devices in a run of {count} processes, found 1 ranks for {count} devices; "
         "change stages, replicas or the number of processes, or name the devices in placement",
         "workers:",
         "  stage 0: w0",
