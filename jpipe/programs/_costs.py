@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from jpipe.errors import InputError, nearest
-from jpipe.plan import Plan
+from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 
 
@@ -83,7 +83,7 @@ class LayerCost:
         weights: the parameters.
         accumulators: accumulated gradients; None: as many bytes as `weights`.
         backward_weight: the part of `backward` that makes the gradients of the weights; None: half of it.
-        stash: what stays from one half of a backward to the other, by policy; without an entry as much as `residuals` and the output.
+        stash: what stays from one half of a backward to the other, by policy; without an entry the residuals of "none" and the output.
         optimizer: optimizer state.
         state: layer state (batch statistics).
         residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
@@ -206,24 +206,20 @@ def sum_layer_costs(
         before = costs[-1].outputs if costs else inputs
         forward = sum(layer.forward for layer in own)
         again = 0.0 if stage.recompute == "none" else forward
-        for layer_id, layer in zip(stage.layers, own, strict=True):
-            if stage.recompute not in {"full", *layer.residuals}:
-                found = sorted(layer.residuals)
-                raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
+        _check_policy(stage, own)
         known = all(stage.recompute in layer.residuals for layer in own)
         residuals = _residuals(own, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].first_op(plan, s) in ("FB", "FI")
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         backward = sum(layer.backward for layer in own) + again
         for_weights = sum(layer.for_weights for layer in own) if s > 0 else backward  # stage 0 has no input gradient
-        stash = sum(layer.stash.get(stage.recompute, layer.residuals.get(stage.recompute, 0) + layer.outputs) for layer in own)
         costs.append(
             StageCost(
                 forward=forward,
                 backward=backward,
                 backward_input=backward - for_weights,
                 backward_weight=for_weights,
-                stash=stash if s > 0 else residuals + (0 if last else own[-1].outputs),
+                stash=_stash(own, stage.recompute) if s > 0 else residuals + (0 if last else own[-1].outputs),
                 update=sum(layer.update for layer in own),
                 inputs=before,
                 labels=labels if last else 0,
@@ -260,6 +256,18 @@ def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[Shared
     return tuple(
         replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(found)
     )
+
+
+def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:
+    """Refuse a policy for which the residual bytes of a layer are not known."""
+    for layer_id, layer in zip(stage.layers, layers, strict=True):
+        if stage.recompute not in {"full", *layer.residuals}:
+            found = sorted(layer.residuals)
+            raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
+
+
+def _stash(layers: Sequence[LayerCost], policy: str) -> int:
+    return sum(layer.stash.get(policy, layer.residuals.get("none", 0) + layer.outputs) for layer in layers)
 
 
 def _residuals(layers: Sequence[LayerCost], policy: str) -> int:

@@ -397,10 +397,10 @@ def test_layer_costs_add_up_to_stage_costs():
     layers = {i: LayerCost(1.0, 2.0, outputs=8, weights=100, optimizer=200, residuals={"none": 50, "dots_saveable": 20}) for i in "abc"}
     stages = [{"layers": ("a",)}, {"layers": ("b", "c"), "recompute": "full"}]
     first, second = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers, inputs=4, labels=2)
-    assert first == StageCost(1.0, 2.0, inputs=4, outputs=8, residuals=50, message=8, weights=100, optimizer=200, accumulators=100)
-    assert second == StageCost(
-        2.0, 6.0, inputs=8, labels=2, residuals=8, gradient=8, weights=200, optimizer=400, accumulators=200, temporary=92
-    )
+    sizes = {"inputs": 4, "outputs": 8, "residuals": 50, "message": 8, "weights": 100, "optimizer": 200, "accumulators": 100}
+    assert first == StageCost(1.0, 2.0, 0.0, 2.0, stash=50 + 8, **sizes)  # without an input gradient all is for the weights
+    sizes = {"inputs": 8, "labels": 2, "residuals": 8, "gradient": 8, "weights": 200, "optimizer": 400, "accumulators": 200}
+    assert second == StageCost(2.0, 6.0, 4.0, 2.0, stash=2 * (50 + 8), temporary=92, **sizes)
     with pytest.raises(InputError, match="layer 'b' of the plan has none"):
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
