@@ -197,26 +197,26 @@ class Plan(pydantic.BaseModel):
         return arranged("v", self.depth, 2) if layout == "v" and self.depth % 2 == 0 else arranged("straight", self.depth, 1)
 
     @cached_property
+    def rank_places(self) -> tuple[tuple[int, int], ...]:
+        """(number in `rank_stages`, replica) of each rank: with replicas each replica is a rank, those of the first stages first."""
+        return tuple((p, replica) for p, stages in enumerate(self.rank_stages) for replica in range(self.replicas[stages[0]]))
+
+    @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the workers that take turns on its device. Each replica is a rank: those of the first stages first."""
-        return tuple(
-            tuple(self.stage_workers[s][replica] for s in stages)
-            for stages in self.rank_stages
-            for replica in range(self.replicas[stages[0]])
-        )
+        """The workers of each rank, as `rank_places` counts them, which take turns on its device."""
+        return tuple(tuple(self.stage_workers[s][replica] for s in self.rank_stages[p]) for p, replica in self.rank_places)
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each worker, as `rank_workers` counts them."""
+        """The rank of each worker, as `rank_places` counts them."""
         found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
         return tuple(found[w] for w in range(len(found)))
 
     @property
     def placing_order(self) -> tuple[int, ...]:
         """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
-        if self.keep_together == "replicas":
-            return tuple(range(len(self.rank_workers)))
-        return tuple(sorted(range(len(self.rank_workers)), key=lambda rank: self.workers[self.rank_workers[rank][0]][1]))
+        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_places[rank][::-1])
+        return tuple(sorted(range(len(self.rank_places)), key=key))
 
     def worker(self, s: int, k: int) -> int:
         """The worker of stage s that runs microbatch k."""

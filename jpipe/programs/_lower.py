@@ -179,10 +179,8 @@ class _Run:
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
         """The schedule's order up to the first forward that needs batch `batches`."""
         plan, end = self.plan, batches * self.plan.microbatches
-        s, replica = plan.workers[plan.rank_workers[rank][0]]
-        p = next(p for p, stages in enumerate(plan.rank_stages) if stages[0] == s)
         stop = batches if drain else batches + self.schedule.period(plan)
-        order = self.schedule.computations(plan, p, replica, start, stop)
+        order = self.schedule.computations(plan, *plan.rank_places[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
     def _compute(self, entry: Compute, workers: Sequence["_Worker"]) -> bool:

@@ -32,8 +32,8 @@ from jpipe.schedules import SCHEDULES, Compute, Op
 def rank_computations(program: Program) -> list[Iterator[Compute]]:
     """For each rank, replicas counted, the computations of its schedule in the batches of the program."""
     plan = program.plan
-    places = [(p, replica) for p, stages in enumerate(plan.rank_stages) for replica in range(plan.replicas[stages[0]])]
-    return [SCHEDULES[plan.schedule].computations(plan, p, replica, program.start, program.end) for p, replica in places]
+    schedule = SCHEDULES[plan.schedule]
+    return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_places]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
