@@ -43,6 +43,7 @@ class Shape(Protocol):
     @property
     def split_backward(self) -> Literal["joint", "early"]: ...
     def microbatches_per_update(self, s: int) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 class Compute(NamedTuple):
@@ -175,8 +176,7 @@ class Schedule:
 
     def first_op(self, plan: Shape, s: int) -> Op:
         """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
-        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
-        return next(entry.op for entry in self.computations(plan, p, 0, 0, 1) if entry.stage == s)
+        return _ops(self, plan)[s][0]
 
     def fuses(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs the forward and the backward of a microbatch as one program."""
@@ -184,12 +184,21 @@ class Schedule:
 
     def splits(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs its backwards in two halves."""
-        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
-        return any(entry.op == "W" and entry.stage == s for entry in self.computations(plan, p, 0, 0, 1))
+        return "W" in _ops(self, plan)[s]
 
     def refuses(self, plan: Shape) -> str:
         """Why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)
+
+
+@lru_cache(maxsize=256)
+def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[Op, ...], ...]:
+    """For each stage the ops that it computes in a batch, in the order in which each is first used."""
+    found: list[dict[Op, None]] = [{} for _ in range(plan.depth)]
+    for p in range(len(plan.rank_stages)):
+        for entry in schedule.computations(plan, p, 0, 0, 1):
+            found[entry.stage].setdefault(entry.op)
+    return tuple(map(tuple, found))
 
 
 def arranged(layout: str, stages: int, chunks: int) -> Ranks:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jpipe
 from jpipe import InputError
 from planner.cost.shape import is_planned
-from planner.cost.simulated import Simulated, network, simulated
+from planner.cost.simulated import Simulated, forwards, network, simulated
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.balance import balance
@@ -20,6 +20,8 @@ from planner.search.parallel import sweep
 
 BASES = 4  # plans of one stage on each rank that are varied
 MOST_CHUNKS = 3
+MOST_MICROBATCHES = 1024  # of plans that are varied
+MOST_IN_ALL = 60_000  # forwards of all simulations: some seconds
 BASE = "pipedream_flush"
 
 
@@ -54,12 +56,17 @@ def find_variants(
     if not schedules:
         return found
     straight = sorted(sweep(profile, topology, batch, exact=exact, schedules=[BASE]), key=lambda candidate: candidate.rank)
-    for base in _bases([c for c in straight if not all_workers or c.workers == topology.num_workers]):
+    straight = [c for c in straight if c.microbatches <= MOST_MICROBATCHES and (not all_workers or c.workers == topology.num_workers)]
+    spent = 0
+    for base in _bases(straight):
         for candidate in _variants(profile, topology, base, schedules):
             plan = candidate.plan(profile.ids)
             rules = jpipe.schedules.SCHEDULES[candidate.schedule]
             if (global_norm or profile.shared) and rules.norm_refusal(plan):
                 continue
+            spent += forwards(plan)
+            if spent > MOST_IN_ALL:
+                return found
             costs = profile.stage_costs(plan, candidate.rows)
             known = simulated(plan, costs, topology, global_norm)
             if known is not None:

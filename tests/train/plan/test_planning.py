@@ -17,6 +17,7 @@ from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.compiled import Compiled
 from planner.search.candidates import find_candidates
+from planner.search.variants import find_variants
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
@@ -74,7 +75,7 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     monkeypatch.setattr(planning, "MOST_MICROBATCHES", 4)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
     found = search(profile(), TWO, 8, Request(), False, reporter)
-    everything = find_candidates(profile(), TWO, 8)
+    everything = [*find_candidates(profile(), TWO, 8), *find_variants(profile(), TWO, 8)]
     assert {candidate.rows for candidate in everything} == {1, 2}
     left_out = sum(candidate.rows == 1 for candidate in everything)
     assert told.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
