@@ -1,4 +1,4 @@
-"""`python -m benchmarks [dispatch] [lowering] [recipes] [scaling] [single-stage] [--json FILE]`: run, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] [recipes] [scaling] [single-stage] [split] [--json FILE]`: run, print a table, write JSON."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import dispatch, lowering, recipes, scaling, single_stage
+from benchmarks import dispatch, lowering, recipes, scaling, single_stage, split
 from benchmarks.machine import describe, make_cpu_devices
 
 BENCHMARKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "recipes": recipes.measure,
     "scaling": scaling.measure,
     "single-stage": single_stage.measure,
+    "split": split.measure,
 }
 
 

@@ -278,6 +278,7 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 # Learning -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_compiled):
     stack = jpipe.LayerStack(dict.fromkeys("abcd", DENSE))
     plan = jpipe.Plan.even(list("abcd"), num_stages=4, schedule="pipedream", microbatches=2)

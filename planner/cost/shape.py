@@ -57,7 +57,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """The schedules for which planners search all cuts; for the others see `planner.search.variants`."""
+    """The schedules for which planners search all cuts; for the others see `planner.ranking.variants`."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 CASES: dict[str, dict[str, dict]] = {
     "2": {
-        "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
         "2bw": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "clip": 3.0, "ema": 0.5},
         "tied": {
             "num_stages": 2,
@@ -30,6 +29,9 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0], [1, 0]],
             "tied": True,
         },
+    },
+    "2, others": {
+        "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -37,8 +39,6 @@ CASES: dict[str, dict[str, dict]] = {
             "replicas": (3, 2),
             "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
         },
-    },
-    "2, others": {
         "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
         "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
         "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},

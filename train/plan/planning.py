@@ -24,9 +24,9 @@ from planner.profile.profile import Profile
 from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
+from planner.ranking.variants import find_variants
 from planner.search.candidate import Candidate
 from planner.search.candidates import Updates, cannot_share, find_candidates
-from planner.search.variants import find_variants
 from train.assemble import data, model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer

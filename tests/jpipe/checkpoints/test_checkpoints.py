@@ -36,6 +36,7 @@ def train(pipe, batches, folder, until):
     return {t: float(loss) for t, loss in losses.items()}, jax.tree.map(np.asarray, pipe.params(state))
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(8, 3)
     losses, params = train(pipe, batches, tmp_path / "whole", 8)

@@ -55,6 +55,7 @@ def test_no_more_versions_are_alive_than_the_table_says(variant, d, m, extra):
     assert most == [versions_allowed(variant, s, d, m, extra) for s in range(d)]
 
 
+@pytest.mark.slow
 def test_a_version_exists_once_however_many_microbatches_read_it():
     plan = Plan.even(STACK.ids, 4, "pipedream_2bw", 6)
     pipe = Pipeline(STACK, plan, models.squares, optax.sgd(0.01))

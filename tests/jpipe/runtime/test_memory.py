@@ -84,15 +84,11 @@ def test_measured_peak_is_predicted(variant, recompute):
 
 
 RANKS = [
-    pytest.param({"schedule": "zb_h1", "num_stages": 3}, id="zb_h1"),
     pytest.param({"schedule": "zb_h2", "num_stages": 3}, id="zb_h2"),
-    pytest.param({"schedule": "interleaved_1f1b", "num_stages": 6, "chunks_per_rank": 2}, id="interleaved_1f1b"),
     pytest.param({"schedule": "interleaved_1f1b", "num_stages": 3, "chunks_per_rank": 3}, id="one rank"),
-    pytest.param({"schedule": "looped_bfs", "num_stages": 4, "chunks_per_rank": 2}, id="looped_bfs"),
     pytest.param({"schedule": "interleaved_zero_bubble", "num_stages": 6, "chunks_per_rank": 2}, id="interleaved_zero_bubble"),
     pytest.param({"schedule": "interleaved_zero_bubble", "num_stages": 6, "chunks_per_rank": 6}, id="one rank, split"),
     pytest.param({"schedule": "zb_v", "num_stages": 4}, id="zb_v"),
-    pytest.param({"schedule": "zb_v", "num_stages": 6}, id="zb_v on 3 ranks"),
     pytest.param({"schedule": "dualpipe_v", "num_stages": 4}, id="dualpipe_v"),
     pytest.param({"schedule": "pipedream_2bw", "num_stages": 3, "split_backward": "early"}, id="2bw early"),
 ]
@@ -160,6 +156,7 @@ def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
+@pytest.mark.slow
 def test_measured_peak_of_skipping_batches_is_predicted():
     """The last stage is in the next batch while it waits for the norm; its second accumulators take the room of the older version."""
     measured, predicted = measured_and_predicted(Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), LINEAR, skip_nonfinite=True)

@@ -187,6 +187,7 @@ def plans_without_a_flush(draw) -> dict:
 
 @settings(deadline=None, max_examples=30)
 @given(fields=plans_without_a_flush(), batches=st.integers(1, 5), latency=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 9))
+@pytest.mark.slow
 def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, latency, seed):
     """All computations read the versions and begin at the times that they read and begin at without clipping."""
     plan, rng = Plan.even("abcdef", **fields), random.Random(seed)

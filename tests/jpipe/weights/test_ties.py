@@ -147,6 +147,7 @@ def check_copies(state, name="embed shared token/embedding") -> None:
         check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, held[0]))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
     """And the other way round; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()
@@ -206,6 +207,7 @@ def test_masters_of_a_shared_parameter(replicas):
     check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(again), state)))
 
 
+@pytest.mark.slow
 def test_given_parameters_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))

@@ -59,6 +59,7 @@ def test_equal_stages_never_hold_more_than_counted(replicas, above):
     assert max(found) <= above
 
 
+@pytest.mark.slow
 def test_stages_of_different_replicas_hold_little_more_than_counted():
     rng = random.Random(1)
     found = [share for _ in range(25) for share in shares([rng.randint(1, 4) for _ in range(rng.randint(2, 4))], rng)]

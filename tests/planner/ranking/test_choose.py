@@ -75,6 +75,7 @@ def test_memory_that_the_simulation_counts_decides():
     assert all(candidate.over is not None and candidate.over[1] > 0 for candidate in choice.rejected)
 
 
+@pytest.mark.slow
 def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
     profile, topology = gpt(), machines(50_000.0, memory=1e9)
     candidates = find_candidates(profile, topology, 8)

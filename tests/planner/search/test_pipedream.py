@@ -110,6 +110,7 @@ def test_search_without_a_limit_equals_exhaustive_search(numbers):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(numbers=problems(), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
+@pytest.mark.slow
 def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     problem = build(**numbers)
     problem = replace(problem, memory=max(max(search(problem).memory) * share, 1.0))

@@ -205,6 +205,7 @@ def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_everything_can_be_ones_own(capsys):
     code, out, err = run(capsys, "--allow-code")
     assert (code, err) == (0, "")

@@ -55,7 +55,7 @@ def test_the_shipped_config_names_every_key():
 def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
     options = {name: field for name, field in Plan.model_fields.items() if not field.is_required()}
     own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
-    assert list(own) == [name for name in options if name not in ("format", "placement", "predicted")]
+    assert list(own) == [name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")]
     for name, field in own.items():
         assert (field.annotation, field.default) == (options[name].annotation, options[name].default)
         assert set(map(repr, field.metadata)) <= set(map(repr, options[name].metadata))

@@ -361,6 +361,7 @@ def squares(outputs, labels):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     config = {

@@ -66,6 +66,7 @@ def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_it_is_reported(schedule, tiny):
     summary = loop.main(changed(tiny, train={"steps": 6, "eval_every": 50}, plan={"schedule": schedule}))
     assert schedule in (summary.folder / "report.html").read_text()

@@ -16,8 +16,8 @@ import jpipe
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.compiled import Compiled
+from planner.ranking.variants import find_variants
 from planner.search.candidates import find_candidates
-from planner.search.variants import find_variants
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together

@@ -65,6 +65,7 @@ def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     assert yaml.safe_load((again.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
+@pytest.mark.slow
 def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     metrics = {"accuracy": "accuracy", "lost": "tests.train.metrics:lost"}
     rows = rows_of(loop.main(changed(tiny | {"eval": {"metrics": metrics}, "optimizer": {"learning_rate": 0.1}})).folder)
@@ -298,6 +299,7 @@ def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
     assert "step 2: skipped, because 34 entries of its gradient are NaN or infinite" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_ends(tiny, monkeypatch, capsys):
     step, bad = jpipe.Pipeline.step, {0, 1, 2}
 

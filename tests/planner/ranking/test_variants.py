@@ -9,8 +9,8 @@ from planner.cost.shape import planned_schedules
 from planner.cost.simulated import simulated
 from planner.ranking import table
 from planner.ranking.choose import Ranked, choose
+from planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
 from planner.search.candidates import find_candidates
-from planner.search.variants import MOST_CHUNKS, find_variants, variant_schedules
 from tests.planner.search.test_parallel import gpt, levels
 
 FAST = levels((4, 1e9, 0.0))
@@ -72,6 +72,7 @@ def test_plans_that_do_not_fit_are_told_by_rank():
             assert candidate.over == (candidate.memory.index(max(candidate.memory)), max(candidate.memory) - 100_000)
 
 
+@pytest.mark.slow
 def test_why_a_plan_was_chosen_is_told():
     choice = ranking(gpt(7, head=0.9, sizes=(1,)), FAST, 4)
     rows = table.why_chosen(choice, 6)
