@@ -125,6 +125,7 @@ def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(sca
 
 
 @pytest.mark.parametrize("sync_state", [True, False])
+@pytest.mark.slow
 def test_replicas_hold_the_mean_of_their_states_or_each_its_own(sync_state):
     stack = LayerStack({"track": models.tracking(), "out": models.dense()})
     plan = Plan.even(stack.ids, 1, "pipedream_flush", 6, replicas=3, sync_state=sync_state)

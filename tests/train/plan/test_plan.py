@@ -229,6 +229,7 @@ def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
+@pytest.mark.slow
 def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
     """Where nothing is late; the pipeline takes that plan."""
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"

@@ -103,6 +103,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_page_tells_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
     rows = rows_of()
     for row in rows:

@@ -91,6 +91,7 @@ def test_metrics_that_do_not_fit_are_refused_before_a_folder_is_made(tiny, metri
     assert not Path(tiny["run"]["dir"]).exists()
 
 
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_every_schedule_logs_every_step(tiny, schedule):
     rows = rows_of(loop.main(changed(tiny, plan={"schedule": schedule})).folder)
@@ -280,6 +281,7 @@ def test_clipping_logs_the_norms(tiny, schedule):
     assert all(row["gradient_norm"] > 0.1 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
 
