@@ -56,12 +56,16 @@ def made_once(compiled_once):
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+_tests = itertools.count()
+
+
+@pytest.fixture(autouse=True)
 def not_too_many_programs(made_once):
-    """Programs that are shared are let go where there are too many."""
+    """Programs that are shared are let go where there are too many; looked at every few tests, for it takes some milliseconds."""
     from tests import sharing
 
-    sharing.forget_if_full()
+    if next(_tests) % 8 == 0:
+        sharing.forget_if_full()
 
 
 @pytest.fixture
