@@ -84,9 +84,6 @@ def test_measured_peak_is_predicted(variant, recompute):
 
 
 RANKS = [
-    pytest.param({"schedule": "zb_h2", "num_stages": 3}, id="zb_h2"),
-    pytest.param({"schedule": "interleaved_1f1b", "num_stages": 3, "chunks_per_rank": 3}, id="one rank"),
-    pytest.param({"schedule": "interleaved_zero_bubble", "num_stages": 6, "chunks_per_rank": 2}, id="interleaved_zero_bubble"),
     pytest.param({"schedule": "interleaved_zero_bubble", "num_stages": 6, "chunks_per_rank": 6}, id="one rank, split"),
     pytest.param({"schedule": "zb_v", "num_stages": 4}, id="zb_v"),
     pytest.param({"schedule": "dualpipe_v", "num_stages": 4}, id="dualpipe_v"),
@@ -97,7 +94,7 @@ RANKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", RANKS)
 def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
-    recompute = "full" if fields["schedule"] in ("zb_h2", "interleaved_zero_bubble") else "none"
+    recompute = "full" if fields["schedule"] == "interleaved_zero_bubble" else "none"
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, microbatches=6, recompute=recompute, **fields))
     np.testing.assert_allclose(measured, predicted, atol=64)
 

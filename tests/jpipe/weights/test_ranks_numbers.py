@@ -58,8 +58,8 @@ def legal_plans(schedule: str) -> list[Plan]:
     return found
 
 
-TRIED = 4
-"""Plans of each schedule that are run, of about 530 legal ones in all; all of them have been."""
+TRIED = 2
+"""Plans of each schedule that are run, of about 530 legal ones in all."""
 
 
 @pytest.mark.slow
@@ -72,14 +72,13 @@ def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"clip_global_norm": 0.5}, {"skip_nonfinite": True}])
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("interleaved_zero_bubble", 2), ("zb_v", 2), ("zb_h2", 1), ("pipedream_2bw", 2), ("pipedream", 2)]
 )
-def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunks, fields):
+def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunks):
     options = {"vertical_sync": True} if schedule == "pipedream" else {}
-    m, replicas = (5, 1) if "clip_global_norm" in fields else (8, 2)
-    check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, **fields)
+    m, replicas = (8, 2) if schedule.startswith("pipedream") else (5, 1)
+    check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, clip_global_norm=0.5)
 
 
 @pytest.mark.slow
