@@ -64,10 +64,11 @@ def test_bubbles_are_those_of_the_formulas():
 
 
 @pytest.mark.slow
-def test_bubbles_are_those_of_the_formulas_for_all_microbatches_and_random_times():
+def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_times():
+    """All m from d to 32 have been tried; these are some of them."""
     draw = random.Random(0)
-    times = [(1, 1, 1), [draw.randint(1, 9) for _ in "fiw"]]
-    assert check_formulas((2, 4, 8), lambda d: range(d, 33), [*times, sorted(times[1], reverse=True)]) > 500
+    times = [(1, 1, 1), sorted((draw.randint(1, 9) for _ in "fiw"), reverse=True)]
+    assert check_formulas((2, 4, 8), lambda d: sorted({d, 2 * d - 1, 2 * d, 3 * d, 32}), times) > 100
 
 
 @pytest.mark.parametrize("kind", ["idle", "own"])
@@ -164,4 +165,4 @@ def test_orders_run_for_any_number_of_microbatches():
 
 @pytest.mark.slow
 def test_orders_run_for_any_number_of_ranks_and_microbatches():
-    assert check_that_orders_run(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17)) > 800
+    assert check_that_orders_run((1, 2, 3, 5, 8), (1, 3, 4, 9, 16)) > 200
