@@ -65,8 +65,8 @@ TRIED = 2
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [*models.OTHERS, "pipedream", "pipedream_2bw"])
 def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
-    plans = legal_plans(schedule)
-    assert len(plans) > 10
+    plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]
+    assert len(plans) > 6
     for plan in random.Random(schedule).sample(plans, TRIED):
         check(plan, drain_after={2})
 
