@@ -452,7 +452,7 @@ class StageFunctions:
             names = ", ".join(f"'{layer_id}'" for layer_id in layers)
             where = f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
             warnings.warn(
-                f"{where}: its backward cannot be split: {error}; the backward for inputs does all of it, that for weights only adds",
+                f"{where}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
                 stacklevel=2,
             )
             return undivided(backward, specs, in_first)

@@ -277,9 +277,10 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
     if of_first:
         for number, equation in enumerate(jaxpr.eqns):
             inputs = [var for var in equation.invars if not is_literal(var)]
-            if all(var in from_free for var in inputs):
+            is_cheap = equation.primitive.name in _CHEAP
+            if all(var in from_free for var in inputs) and (is_cheap or number not in of_first):
                 from_free.update(equation.outvars)
-            if number in of_first or (equation.primitive.name in _CHEAP and all(var in there for var in inputs)):
+            if number in of_first or (is_cheap and all(var in there for var in inputs)):
                 there.update(equation.outvars)
     made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     made_before = [v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in there and v in made_by and v not in from_free]
