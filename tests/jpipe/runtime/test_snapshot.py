@@ -1,5 +1,6 @@
 """A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -132,11 +133,12 @@ OTHERS = [
     {"num_stages": 2, "schedule": "pipedream_2bw"},
     {"num_stages": 4, "schedule": "pipedream"},
     {"num_stages": 2, "schedule": "pipedream", "replicas": [1, 2]},
+    {"num_stages": 4, "schedule": "pipedream_2bw", "chunks_per_rank": 2},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1"])
+@pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
 def test_a_run_goes_on_under_any_other_plan(first):
     """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
     plan = plan_of(PLANS[first])
@@ -159,6 +161,22 @@ def test_a_run_goes_on_under_any_other_plan(first):
         losses, *_ = trained(again, state, batches)
         assert sorted(losses) == [3, 4]
         assert np.isfinite(list(losses.values())).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("gpipe", "interleaved"), ("interleaved", "ZB-V"), ("ZB-V", "flush")],
+    ids=["to chunks", "to a V", "to one stage a rank"],
+)
+def test_a_run_goes_on_with_other_chunks(first, then):
+    """What flushes is plain training under every plan: equal to rounding, for XLA compiles other stages."""
+    pipe, other = (pipeline(plan_of(PLANS[name])) for name in (first, then))
+    batches = models.masked_batches(6, pipe.plan.microbatches)
+    losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
+    again = trained(other, other.restore(jax.random.key(running.KEY), batches[0], found[3], 3), batches[3:])
+    assert again[0] == pytest.approx({t: loss for t, loss in losses.items() if t >= 3}, rel=1e-5)
+    chex.assert_trees_all_close((params, state), again[1:3], rtol=1e-5, atol=1e-6)
 
 
 def state_of(layers, layer_id):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jpipe import InputError, LayerStack, Plan
+from jpipe import DynamicLossScale, InputError, LayerStack, Plan, Precision
 from jpipe.programs import StageCost
 from jpipe.schedules import SCHEDULES, greedy_order
 from tests.jpipe import models
@@ -79,6 +79,21 @@ def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunk
     options = {"vertical_sync": True} if schedule == "pipedream" else {}
     m, replicas = (8, 2) if schedule.startswith("pipedream") else (5, 1)
     check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, clip_global_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(params="bfloat16"),
+        Precision(compute="float16", loss_scale=2.0**10),
+        Precision(params="float16", loss_scale=DynamicLossScale(initial=2.0**15, growth_every=2)),
+    ],
+    ids=["masters", "fixed scale", "dynamic scale"],
+)
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 1), ("interleaved_zero_bubble", 2), ("pipedream_2bw", 2)])
+def test_numbers_in_another_precision_are_those_of_the_reference(schedule, chunks, precision):
+    check(plan_of(schedule, 2, chunks, 4), drain_after={2}, precision=precision)
 
 
 @pytest.mark.slow

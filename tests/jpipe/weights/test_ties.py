@@ -111,13 +111,18 @@ CASES = [
     ((1, 1, 1), {"schedule": "pipedream_2bw", "flush_first": 2}),
     ((2, 2), {"schedule": "pipedream", "vertical_sync": True}),
     ((2, 2), {"schedule": "gpipe"}),
+    ((1, 1, 1), {"schedule": "zb_h1"}),
+    ((2, 2), {"schedule": "zb_v"}),  # one rank has both places of the table
+    ((1, 1, 1, 1), {"schedule": "interleaved_1f1b", "chunks_per_rank": 2}),
+    ((1, 1, 1, 1), {"schedule": "pipedream_2bw", "chunks_per_rank": 2, "split_backward": "early"}),
 ]
 
 
 def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     stack = stack or tied()
     plan = Plan.even(stack.ids, len(replicas), microbatches=M, replicas=replicas, **fields)
-    devices = [jax.devices()[s] for s, _ in plan.workers]  # replicas share what is compiled
+    # Replicas share what is compiled.
+    devices = [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
