@@ -92,7 +92,7 @@ def draw_plans() -> None:
     topology = read_topology(str(CONFIGS / "topologies" / "v100-16gb-8.yaml"))
     config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
     parts, batch = Parts.of(config, reporter), 64
-    profile = profile_of(parts, topology, batch, topology.num_workers, reporter)
+    profile = profile_of(parts, topology, batch, topology.num_devices, reporter)
     found = search(profile, topology, batch, Request(up_to=True), False, reporter)
     draw_choice(found.choice, found.candidates, found.choice.ranked[0], found.known).savefig(FOLDER / "plans.png")
 

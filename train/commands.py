@@ -82,7 +82,7 @@ def plan(
     up_to: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     rows: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
     schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
-    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     profile_out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -101,7 +101,7 @@ def plan(
         up_to: Fewer rows than that will do, where they train faster.
         rows: Of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush.
-        workers: With local, how many; by default one on each device, and on CPUs one on each core.
+        devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.
@@ -118,7 +118,7 @@ def plan(
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
-    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), workers, pipedream)
+    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), devices, pipedream)
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:

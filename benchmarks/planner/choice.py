@@ -17,7 +17,7 @@ from planner.ranking.choose import Ranked, choose
 from planner.search.candidate import Candidate
 from planner.search.candidates import find_candidates
 
-TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 workers
+TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 devices
 MICROBATCHES = (16, 64)  # of a batch
 RANDOM = 6
 BY_CLOSED_FORM = 10  # kinds that earlier versions simulated, chosen by closed form; up to four times as many if it was too optimistic

@@ -95,7 +95,7 @@ def speed_ups(profile: Profile, topology: Topology, depth: int, batches: Sequenc
     All stages recompute in full, and microbatches are the largest with which 2BW fits and has as many of them as stages.
     """
     for batch in batches:
-        width = topology.num_workers // depth
+        width = topology.num_devices // depth
         for rows in reversed([rows for rows in profile.sizes if rows * width * depth <= batch]):
             found = {name: recomputing(profile, topology, name, depth, rows, batch) for name in SCHEDULES}
             if max(found["pipedream_2bw"].peak_bytes) <= (topology.device.memory or float("inf")):
@@ -109,7 +109,7 @@ def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int,
 
     Args:
         profile: of the model.
-        topology: all of whose workers are used.
+        topology: all of whose devices are used.
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         depth: the stages.
         rows: of a microbatch.
@@ -117,7 +117,7 @@ def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int,
         policy: of all stages.
     """
     plans = sweep(profile, topology, batch, exact=True, schedules=(schedule,))
-    plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.workers == topology.num_workers)
+    plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.devices == topology.num_devices)
     plan = dataclasses.replace(plan, policies=(policy,) * depth)
     found = simulated(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), topology)
     assert found is not None, "too long to simulate"
@@ -125,7 +125,7 @@ def recomputing(profile: Profile, topology: Topology, schedule: str, depth: int,
 
 
 def memory(profile: Profile, topology: Topology, depth: int, batch: int) -> Iterator[Row]:
-    """Peak memory of a worker for each schedule, microbatch size and recomputation; PipeDream updates after each microbatch."""
+    """Peak memory of a device for each schedule, microbatch size and recomputation; PipeDream updates after each microbatch."""
     for policy in POLICIES:
         for rows in profile.sizes:
             if rows * depth > batch:
@@ -139,8 +139,8 @@ def memory(profile: Profile, topology: Topology, depth: int, batch: int) -> Iter
 
 def largest_models(profile: Profile, topology: Topology, rows: int) -> Iterator[Row]:
     """For each depth the largest number of blocks with which 2BW fits, with as many microbatches as stages and recomputation as needed."""
-    depth, batch = 1, rows * topology.num_workers
-    while depth <= topology.num_workers:
+    depth, batch = 1, rows * topology.num_devices
+    while depth <= topology.num_devices:
         fits, fails = 0, 1024
         while fails - fits > 1:
             blocks = (fits + fails) // 2

@@ -1,7 +1,7 @@
 """The planner's results for table 1 of PipeDream (SOSP 2019), beside the paper's configurations and its own recurrence.
 
 The models get analytic profiles for the device of cluster A, with the paper's microbatches. Each is searched with the paper's rule, an
-update after one microbatch of each replica, and with jpipe's default, an update of all stages after four microbatches per worker.
+update after one microbatch of each replica, and with jpipe's default, an update of all stages after four microbatches per device.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from planner.search.paper import search_paper
 from planner.search.partition import Partition, Placed, Problem, evaluate
 from planner.search.pipedream import search
 
-MICROBATCHES = 4  # per worker and update of all stages
+MICROBATCHES = 4  # per device and update of all stages
 Row = dict[str, Any]
 
 CASES = {
@@ -44,7 +44,7 @@ def main() -> list[Row]:
             for where, paper in cases.items()
         ]
     print("\nTable 1; in brackets the throughput over that of data parallelism, by the same price\n")
-    head = ("model", "cluster", "paper", "M_s = r_s", f"M = {MICROBATCHES} per worker", "paper's stages", "recurrence: text", "code")
+    head = ("model", "cluster", "paper", "M_s = r_s", f"M = {MICROBATCHES} per device", "paper's stages", "recurrence: text", "code")
     keys = ("model", "cluster", "paper", "own", "uniform", "as_paper", "text", "code")
     print_table(head, [[row[key] if isinstance(row[key], str) else _cell(row[key]) for key in keys] for row in rows])
     return rows
@@ -80,16 +80,16 @@ def compare(profile: Profile, topology: Topology) -> Row:
         "own" with the paper's updates, "uniform" with jpipe's, "text" and "code" of the paper's recurrence, each with its stages and its
         speed-up by the price of jpipe; "as_paper" one stage for all but the dense layers at the end, replicated, where there are some.
     """
-    problem, uniform = (problem_of(profile, topology, m) for m in ("replicas", MICROBATCHES * topology.num_workers))
+    problem, uniform = (problem_of(profile, topology, m) for m in ("replicas", MICROBATCHES * topology.num_devices))
     row: Row = {"own": _found(problem, search(problem)), "uniform": _found(uniform, search(uniform))}
     row["as_paper"] = _found(problem, dense_apart(problem, profile)) if "fc6" in profile.ids else ""
     return row | {price: _found(problem, search_paper(problem, price)) for price in ("text", "code")}
 
 
 def dense_apart(problem: Problem, profile: Profile) -> Partition:
-    """The dense layers of VGG-16 on one worker, all others share the rest: the paper's 15-1 and 3-1."""
-    cut, workers = profile.ids.index("fc6"), problem.topology.num_workers
-    return evaluate(problem, [Placed(0, cut, 0, workers - 1), Placed(cut, len(profile.ids), workers - 1, 1)])
+    """The dense layers of VGG-16 on one device, all others share the rest: the paper's 15-1 and 3-1."""
+    cut, devices = profile.ids.index("fc6"), problem.topology.num_devices
+    return evaluate(problem, [Placed(0, cut, 0, devices - 1), Placed(cut, len(profile.ids), devices - 1, 1)])
 
 
 def stages(partition: Partition) -> str:
@@ -105,7 +105,7 @@ def problem_of(profile: Profile, topology: Topology, microbatches: Any) -> Probl
 
 def _found(problem: Problem, partition: Partition) -> Row:
     """Its stages, and its speed-up over data parallelism."""
-    alone = [Placed(0, len(problem.layers), 0, problem.topology.num_workers)]
+    alone = [Placed(0, len(problem.layers), 0, problem.topology.num_devices)]
     seconds = evaluate(problem, partition.stages).seconds
     return {"stages": stages(partition), "speed_up": evaluate(problem, alone).seconds / seconds, "seconds": seconds}
 

@@ -29,10 +29,10 @@ def main() -> list[dict[str, Any]]:
     """Measure, print, and give the figures."""
     flat, servers = Topology.flat(16, ETHERNET), _servers(8, 2)
     searches = [
-        ("40 layers, 16 workers", 0.02, "0.12 to 0.33 s", 40, flat, True),
-        ("240 layers, 8 × 2 workers", 0.2, "59 s", 240, servers, True),
-        ("1,500 layers, 16 workers", 1.0, "38 s", 1500, flat, False),
-        ("500 layers, 16 × 8 × 8 workers", 10.0, "", 500, _servers(16, 8, 8), False),
+        ("40 layers, 16 devices", 0.02, "0.12 to 0.33 s", 40, flat, True),
+        ("240 layers, 8 × 2 devices", 0.2, "59 s", 240, servers, True),
+        ("1,500 layers, 16 devices", 1.0, "38 s", 1500, flat, False),
+        ("500 layers, 16 × 8 × 8 devices", 10.0, "", 500, _servers(16, 8, 8), False),
     ]
     rows = []
     for what, goal, original, layers, topology, limited_too in searches:
@@ -41,7 +41,7 @@ def main() -> list[dict[str, Any]]:
         if limited_too:  # half a minute and more for the larger ones
             rows.append(_row(f"{what}, memory limited", partial(search, with_limit(problem))))
     gpt, cluster = blocks(96), _servers(8, 512)
-    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 workers", partial(sweep, gpt, cluster, 16384), goal=1.0))
+    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(sweep, gpt, cluster, 16384), goal=1.0))
     most = max(sweep(gpt, cluster, 16384)[0].memory)
     small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": SHARE * most})})
     rows.append(_row("the same, memory limited", partial(sweep, gpt, small, 16384)))
@@ -58,7 +58,7 @@ def invented(count: int, topology: Topology) -> Problem:
     weights = np.exp(5 * share + random.uniform(0, 3, count))
     weights = (weights * 3 * seconds.sum() * bandwidth / weights.sum()).astype(int)
     outputs = 8 * np.exp(-4 * share) * random.uniform(0.5, 1, count)  # times those that take as long as a stage
-    outputs = (outputs * 3 * seconds.sum() / topology.num_workers * bandwidth).astype(int)
+    outputs = (outputs * 3 * seconds.sum() / topology.num_devices * bandwidth).astype(int)
     layers = [
         jpipe.programs.LayerCost(
             time, 2 * time, outputs=out, weights=size, optimizer=size, residuals={"none": 2 * out, "full": out}, update=1e-5

@@ -19,19 +19,19 @@ STEPS = 30
 _WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
-def local_topology(workers: int | None = None, *, dispatch: float = 0.0) -> Topology:
+def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topology:
     """Measure the links between the devices of this run, including those of other processes; all processes call it.
 
     Args:
-        workers: number of workers; by default one on each device.
+        count: how many devices the topology has; by default all.
         dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
 
     Returns:
-        One level of equal links, which take no time if there is only one device. On CPUs the workers share the memory, and the cores if
+        One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
         programs on several devices slow each other down.
     """
     devices = jax.devices()
-    device, count = devices[0], workers or len(devices)
+    device, count = devices[0], count or len(devices)
     small, large = (_hop_seconds(elements, dispatch) for elements in (SMALL, LARGE))
     bandwidth = 4 * (LARGE - SMALL) / max(large - small, 1e-6)
     is_cpu = device.platform == "cpu"

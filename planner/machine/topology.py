@@ -1,4 +1,4 @@
-"""A topology as data: workers joined level by level, each level slower than the one inside it, and the figures of a device."""
+"""A topology as data: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
 
 import math
 import re
@@ -91,11 +91,11 @@ class _Data(pydantic.BaseModel):
 
 
 class Level(_Data):
-    """`count` components of the level inside (single workers at the innermost level) joined by links.
+    """`count` components of the level inside (single devices at the innermost level) joined by links.
 
     Attributes:
         count: number of components.
-        bandwidth: bytes per second that a component, with all its workers, sends to the others of its level; it receives as many at
+        bandwidth: bytes per second that a component, with all its devices, sends to the others of its level; it receives as many at
             the same time. A number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: a name to show, such as `NVLink` or `Ethernet`.
@@ -108,7 +108,7 @@ class Level(_Data):
 
 
 class Device(_Data):
-    """One worker's device.
+    """What is known of a device.
 
     Attributes:
         name: a name to show.
@@ -134,15 +134,15 @@ class Device(_Data):
 
 
 class Topology(_Data):
-    """The levels of a machine, innermost first. Workers are numbered from the innermost level: 0 .. levels[0].count - 1 share one.
+    """The levels of a machine, innermost first. Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one.
 
     Attributes:
         format: "jpipe-topology/1".
         name: a name to show.
         levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: the device of every worker.
-        cores: how many workers can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
-            number of workers shares them evenly. None: all.
+        device: what each of them is.
+        cores: how many devices can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
+            number of devices shares them evenly. None: all.
 
     Raises:
         InputError: a part is wrong; the message says what was expected.
@@ -162,28 +162,28 @@ class Topology(_Data):
 
     @pydantic.model_validator(mode="after")
     def _countable(self) -> "Topology":
-        if self.num_workers > 2**20:
-            raise ValueError(f"levels: expected at most {2**20:,} workers in all, found {self.num_workers:,}")
+        if self.num_devices > 2**20:
+            raise ValueError(f"levels: expected at most {2**20:,} devices in all, found {self.num_devices:,}")
         return self
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many workers a component of each level has, the innermost first."""
+        """How many devices a component of each level has, the innermost first."""
         return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
 
     @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
+    def num_devices(self) -> int:
+        """How many devices there are."""
         return math.prod(level.count for level in self.levels)
 
     def level(self, first: int, last: int) -> int:
-        """The highest level that a message between the workers `first` and `last` crosses; 0 is the innermost, -1 a single worker."""
+        """The highest level that a message between the devices `first` and `last` crosses; 0 is the innermost, -1 a single device."""
         if first == last:
             return -1
         return next(k for k, size in enumerate(self.sizes) if first // size == last // size)
 
     def link(self, source: int, target: int) -> jpipe.Link:
-        """The link from one worker to another; the workers of a component share its ports."""
+        """The link from one device to another; the devices of a component share its ports."""
         k = self.level(source, target)
         inside = self.sizes[k - 1] if k > 0 else 1
         ports = (("out", k, source // inside), ("in", k, target // inside))
@@ -191,7 +191,7 @@ class Topology(_Data):
 
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
-        """`count` workers, with links between all of them."""
+        """`count` devices, with links between all of them."""
         return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
 
     @classmethod

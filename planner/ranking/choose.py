@@ -209,10 +209,10 @@ def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_no
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
-    """The profile with equal work for each worker of the candidate: the work of a stage is proportional to its replicas."""
+    """The profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
-        share = replicas / candidate.workers / (end - start)
+        share = replicas / candidate.devices / (end - start)
         for number in range(start, end):
             own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
             at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])

@@ -63,7 +63,7 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
 
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Peak bytes of a worker of each stage, in a pipeline whose stages are about equally fast."""
+    """Peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
     rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)

@@ -85,7 +85,7 @@ def _draw_candidates(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.tick_params(labelsize=8)
     axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # space for the ring
-    axes.set_xlabel("most memory of a worker", fontsize=9)
+    axes.set_xlabel("most memory of a device", fontsize=9)
     axes.set_ylabel("samples per second, in closed form", fontsize=9)
     axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)

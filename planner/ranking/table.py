@@ -43,7 +43,7 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """The schedule with its options in the plan."""
-    if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+    if candidate.depth == 1 and candidate.devices > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
@@ -53,15 +53,15 @@ def schedule(candidate: Candidate) -> str:
 
 def name(candidate: Candidate) -> str:
     """Schedule and stages, for a sentence."""
-    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}"
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.devices == 1 else 's'}"
 
 
 def links(topology: Topology) -> str:
-    """The links of equal workers, and how many of them can compute at a time, for a sentence."""
+    """The links of equal devices, and how many of them can compute at a time, for a sentence."""
     level = topology.levels[0]
-    if topology.num_workers == 1:
-        return "one worker, no links"
-    cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_workers} workers compute at full speed at a time"
+    if topology.num_devices == 1:
+        return "one device, no links"
+    cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_devices} devices compute at full speed at a time"
     return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}"
 
 
@@ -144,10 +144,10 @@ def what_would_fit(choice: Choice) -> list[str]:
     """For a model that fits nowhere: how much is lacking, at which stage, and what to change; recomputation was always tried."""
     limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
-    least, workers = min(choice.profile.sizes), choice.topology.num_workers
+    least, devices = min(choice.profile.sizes), choice.topology.num_devices
     untried = []
-    if len(choice.profile.layers) > workers:
-        untried.append(f"more than {workers} workers, for more stages")
+    if len(choice.profile.layers) > devices:
+        untried.append(f"more than {devices} devices, for more stages")
     if least > 1 and all(kept <= limit for kept in _without_rows(choice.profile, best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
     if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):

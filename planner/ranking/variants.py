@@ -37,7 +37,7 @@ def find_variants(
     *,
     exact: bool = True,
     schedules: Sequence[str] | None = None,
-    all_workers: bool = False,
+    all_devices: bool = False,
     global_norm: bool = False,
 ) -> dict[Candidate, Simulated]:
     """Plans of these schedules with their simulations.
@@ -48,7 +48,7 @@ def find_variants(
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
         schedules: those to try, of `variant_schedules`; None: all of them.
-        all_workers: whether plans must use all workers.
+        all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
     """
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
@@ -56,7 +56,7 @@ def find_variants(
     if not schedules:
         return found
     straight = sorted(sweep(profile, topology, batch, exact=exact, schedules=[BASE]), key=lambda candidate: candidate.rank)
-    straight = [c for c in straight if c.microbatches <= MOST_MICROBATCHES and (not all_workers or c.workers == topology.num_workers)]
+    straight = [c for c in straight if c.microbatches <= MOST_MICROBATCHES and (not all_devices or c.devices == topology.num_devices)]
     spent = 0
     for base in _bases(straight):
         for candidate in _variants(profile, topology, base, schedules):

@@ -21,9 +21,9 @@ class Candidate:
         extra_in_flight: as in `jpipe.Plan`.
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
-        bubble: share of the time of its workers in which they do not compute.
+        bubble: share of the time of its devices in which they do not compute.
         memory: peak bytes of a device of each rank.
-        sent: bytes per row that all workers together send.
+        sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
         over: the rank that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
@@ -55,7 +55,7 @@ class Candidate:
         return len(self.starts)
 
     @property
-    def workers(self) -> int:
+    def devices(self) -> int:
         """How many devices it uses."""
         return sum(self.replicas) // self.chunks
 
@@ -101,12 +101,12 @@ class Candidate:
         """The same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
 
         Args:
-            cores: how many workers compute at a time without slowing each other down; None: all.
+            cores: how many devices compute at a time without slowing each other down; None: all.
         """
-        computing = (1 - self.bubble) * self.workers * self.seconds
+        computing = (1 - self.bubble) * self.devices * self.seconds
         if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
             return self
-        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.devices, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
         """The candidate as a `jpipe.Plan`.

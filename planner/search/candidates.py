@@ -91,8 +91,8 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
 
     Args:
         profile: the costs.
-        topology: the links, and cores if workers share them.
-        candidate: a plan for these layers and workers.
+        topology: the links, and cores if devices share them.
+        candidate: a plan for these layers and devices.
     """
     plan = candidate.plan(profile.ids)
     if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
@@ -108,7 +108,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
-    bubble = 1 - computing / (candidate.workers * seconds)
+    bubble = 1 - computing / (candidate.devices * seconds)
     return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
 
 
@@ -141,7 +141,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         extra_in_flight=problem.extra_in_flight,
         keep_together="replicas",
         seconds=seconds,
-        bubble=1 - computing / (partition.workers * seconds),
+        bubble=1 - computing / (partition.devices * seconds),
         memory=partition.memory,
         sent=sent / (rows * plan.microbatches),
         bound=_bound(problem, partition),

@@ -1,7 +1,7 @@
-"""Finds which suffixes of the layers can be placed from which worker on, if no stage and no cut may take longer than a bound.
+"""Finds which suffixes of the layers can be placed from which device on, if no stage and no cut may take longer than a bound.
 
-The search goes from the last layer and the last worker to the first. The layers from i on can be placed from worker a on if some stage
-[i, j) on the workers a .. a + r - 1 is fast enough and the layers from j on can be placed from worker a + r on. A longer stage is never
+The search goes from the last layer and the last device to the first. The layers from i on can be placed from device a on if some stage
+[i, j) on the devices a .. a + r - 1 is fast enough and the layers from j on can be placed from device a + r on. A longer stage is never
 faster, so for each i, r and level there is a farthest end, and it suffices to test the nearest end j after i that can be continued.
 """
 
@@ -20,12 +20,12 @@ class FastRanges:
     """The search under a bound, for all bounds.
 
     Attributes:
-        levels: the levels that the range of a stage can cross, -1 for one worker, each with the possible numbers of replicas.
+        levels: the levels that the range of a stage can cross, -1 for one device, each with the possible numbers of replicas.
     """
 
     def __init__(self, problem: Problem, ranges: Ranges) -> None:
         topology = problem.topology
-        self.ranges, self.workers, self._problem = ranges, topology.num_workers, problem
+        self.ranges, self.devices, self._problem = ranges, topology.num_devices, problem
         some = ranges.replicas
         self.levels = [(-1, some[:1])]
         self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
@@ -34,7 +34,7 @@ class FastRanges:
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
     def here(self, a: int) -> list[tuple[int, slice]]:
-        """The levels that a range from worker a on can cross, as indices into `levels`, and the replicas that cross no higher one."""
+        """The levels that a range from device a on can cross, as indices into `levels`, and the replicas that cross no higher one."""
         found, inner = [(0, slice(0, 1))], a + 1
         for place, (_, some) in enumerate(self.levels[1:], start=1):
             end = (a // self._sizes[place] + 1) * self._sizes[place]
@@ -73,16 +73,16 @@ class FastRanges:
         return ends.reshape(about.shape).astype(self._small)
 
     def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
-        """For each worker the first and the last layer that can begin a stage there, if each stage crossed as few levels as possible.
+        """For each device the first and the last layer that can begin a stage there, if each stage crossed as few levels as possible.
 
-        This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a worker
+        This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a device
         on have no gaps, so one number describes them. With one level it is exact.
 
         Args:
             ends: the result of `about`.
             cuts: the result of `cuts`.
         """
-        count, workers, replicas = self.ranges.count, self.workers, self.ranges.replicas
+        count, devices, replicas = self.ranges.count, self.devices, self.ranges.replicas
         inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
         farthest = np.concatenate([table[some > few] for table, (_, some), few in zip(ends, self.levels, inside, strict=True)])
         order = np.arange(count + 1)
@@ -90,19 +90,19 @@ class FastRanges:
         allowed = cuts[min(1, len(cuts) - 1)]
         after = np.minimum.accumulate(np.where(allowed, order, count)[::-1])[::-1]
         before = np.maximum.accumulate(np.where(allowed, order, 0))
-        first, last = np.full(workers + 1, count), np.zeros(workers + 1, int)
-        for a in range(1, workers + 1):
+        first, last = np.full(devices + 1, count), np.zeros(devices + 1, int)
+        for a in range(1, devices + 1):
             some = replicas[: np.searchsorted(replicas, a, side="right")]
             which = np.arange(len(some))
-            first[workers - a] = starts[which, after[first[workers - a + some]]].min()
+            first[devices - a] = starts[which, after[first[devices - a + some]]].min()
             last[a] = farthest[which, before[last[a - some]]].max()
         return first, last
 
     def at_least(self, recompute: bool) -> float:
-        """A lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all workers."""
+        """A lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
         start = np.arange(self.ranges.count)
         each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
-        return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.workers))
+        return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.devices))
 
     def alone(self, recompute: bool) -> Placed:
         """The fastest stage of all layers."""
@@ -119,7 +119,7 @@ class FastRanges:
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
     def between(self, a: int) -> int:
-        """The index in `levels` of the level between the workers a - 1 and a."""
+        """The index in `levels` of the level between the devices a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
 
@@ -127,7 +127,7 @@ class FastPlacement:
     """The placements under one bound.
 
     Attributes:
-        feasible: whether all layers can be placed from worker 0 on.
+        feasible: whether all layers can be placed from device 0 on.
     """
 
     def __init__(self, fast: FastRanges, bound: float, recompute: bool) -> None:
@@ -138,15 +138,15 @@ class FastPlacement:
         if not self.feasible:
             return
         self._farthest = farthest = fast.farthest(bound, recompute)
-        count, workers = fast.ranges.count, fast.workers
-        self._placed = np.zeros((workers + 1, count + 1), bool)
-        self._placed[1:, count] = True  # nothing is left: the other workers are idle
+        count, devices = fast.ranges.count, fast.devices
+        self._placed = np.zeros((devices + 1, count + 1), bool)
+        self._placed[1:, count] = True  # nothing is left: the other devices are idle
         never = count + 1
-        self._next = [np.full((workers + 1, count + 1), never, farthest[0].dtype) for _ in fast.levels]
+        self._next = [np.full((devices + 1, count + 1), never, farthest[0].dtype) for _ in fast.levels]
         order = np.arange(count + 1, dtype=farthest[0].dtype)
-        for a in range(workers, -1, -1):
+        for a in range(devices, -1, -1):
             window = slice(int(first[a]), min(int(last[a]) + 1, count))
-            for place, some in fast.here(a) if a < workers else ():
+            for place, some in fast.here(a) if a < devices else ():
                 self._place(a, place, some, window)
             for place in range(len(fast.levels)):
                 ends = np.where(self._continued(a, place), order, never)
@@ -154,7 +154,7 @@ class FastPlacement:
         self.feasible = bool(self._placed[0, 0])
 
     def _place(self, a: int, place: int, some: slice, window: slice) -> None:
-        """Which of the layers in `window` can be the first of a stage from worker a on, with the numbers `some` of replicas of a level.
+        """Which of the layers in `window` can be the first of a stage from device a on, with the numbers `some` of replicas of a level.
 
         It tries a few numbers of replicas at a time, each time between the first and the last undecided layer; usually few remain.
         """
@@ -169,11 +169,11 @@ class FastPlacement:
             placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
 
     def _continued(self, a: int, place: int) -> Any:
-        """Where a stage whose range crosses a level can end so that the layers after it can be placed from worker a on."""
+        """Where a stage whose range crosses a level can end so that the layers after it can be placed from device a on."""
         if a == 0:
             return np.zeros_like(self._placed[a])
         allowed = self._placed[a] & self._cuts[place]
-        return allowed & self._cuts[self._fast.between(a)] if a < self._fast.workers else allowed
+        return allowed & self._cuts[self._fast.between(a)] if a < self._fast.devices else allowed
 
     def some(self) -> tuple[Placed, ...]:
         """Some stages that are fast enough: each time the fastest one that can be continued."""
@@ -196,9 +196,9 @@ class FastPlacement:
         return tuple(stages)
 
     def first(self) -> tuple[Placed, ...]:
-        """Of all stages that are fast enough, the fewest on the fewest workers, then from the front the earliest cuts, fewest replicas."""
+        """Of all stages that are fast enough, the fewest on the fewest devices, then from the front the earliest cuts, fewest replicas."""
         fast, ranges = self._fast, self._fast.ranges
-        base = fast.workers + 1
+        base = fast.devices + 1
         least, tables = self._least(base)
         stages, i, a = list[Placed](), 0, 0
         while i < ranges.count:
@@ -216,15 +216,15 @@ class FastPlacement:
         return tuple(stages)
 
     def _least(self, base: int) -> tuple[Any, list[Any]]:
-        """For each worker and layer the fewest stages times `base` plus the workers used, and their minima over ranges of 2^k ends."""
+        """For each device and layer the fewest stages times `base` plus the devices used, and their minima over ranges of 2^k ends."""
         fast, count = self._fast, self._fast.ranges.count
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base
-        least = np.full((fast.workers + 1, count + 1), never, np.int32)
-        least[1:, count] = np.arange(1, fast.workers + 1)
-        tables = [np.full((fast.workers + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.levels]
-        for a in range(fast.workers, -1, -1):
-            for place, some in fast.here(a) if a < fast.workers else ():
+        least = np.full((fast.devices + 1, count + 1), never, np.int32)
+        least[1:, count] = np.arange(1, fast.devices + 1)
+        tables = [np.full((fast.devices + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.levels]
+        for a in range(fast.devices, -1, -1):
+            for place, some in fast.here(a) if a < fast.devices else ():
                 starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
                 if not len(starts):
                     continue

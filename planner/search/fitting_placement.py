@@ -1,9 +1,9 @@
 """The PipeDream search with limited memory, for problems whose solution without a limit does not fit.
 
 The memory of a stage depends on the later stages, which determine how many of its microbatches are in flight, and on the stage before it,
-which determines how many inputs can wait. The search goes from the last layer and worker to the first. It describes each way to place
-the layers from i on from worker a on by a label: how many microbatches the first stage has in flight over all its replicas (`sent` of
-`waiting_inputs`), how many the stage before it may have in flight so that the waiting inputs fit, and the number of stages and workers.
+which determines how many inputs can wait. The search goes from the last layer and device to the first. It describes each way to place
+the layers from i on from device a on by a label: how many microbatches the first stage has in flight over all its replicas (`sent` of
+`waiting_inputs`), how many the stage before it may have in flight so that the waiting inputs fit, and the number of stages and devices.
 
 By the relaxed rules (`Runs.room`) fewer microbatches in flight at a stage never reduce the number allowed at the stage before it. So a
 label that is worse than another one in all its numbers can be dropped, and few remain. By the true rules this does not hold for a stage
@@ -28,7 +28,7 @@ class _Labels(NamedTuple):
     Attributes:
         sent: microbatches in flight at the first stage, over all its replicas; 0: no stage is left.
         most: the largest number that may be in flight at the stage before.
-        size: stages · (workers + 1) + workers; 0 if it is not needed.
+        size: stages · (devices + 1) + devices; 0 if it is not needed.
     """
 
     sent: Any
@@ -47,7 +47,7 @@ class FittingPlacement:
         fitting: the stages of the same problem that fit.
         bound: seconds per microbatch.
         relaxed: whether the rules are relaxed; then some stages that do not fit count as fitting.
-        at_most: the numbers of stages and workers of a known solution, to find the first one in the order of `Reached.first`; None: any
+        at_most: the numbers of stages and devices of a known solution, to find the first one in the order of `Reached.first`; None: any
             solution will do.
 
     Attributes:
@@ -56,23 +56,23 @@ class FittingPlacement:
 
     def __init__(self, fast: FastRanges, fitting: FittingRanges, bound: float, relaxed: bool, at_most: tuple[int, int] | None) -> None:
         self._fast, self._fitting, self._bound, self._relaxed = fast, fitting, bound, relaxed
-        self._count, self._workers = fast.ranges.count, fast.workers
-        self._no_limit = 4 * fast.workers  # more than can be in flight, which is less than twice the workers
-        self._counted, self._one = at_most is not None, fast.workers + 1 if at_most else 0  # and the size of a stage
+        self._count, self._devices = fast.ranges.count, fast.devices
+        self._no_limit = 4 * fast.devices  # more than can be in flight, which is less than twice the devices
+        self._counted, self._one = at_most is not None, fast.devices + 1 if at_most else 0  # and the size of a stage
         self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
         self._good = fitting.under(bound)
         self._before = self._fewest_before()
-        self._labels = _Labels(*(np.full((self._workers + 1, self._count + 1, 1), -1) for _ in range(3)))
-        nothing = (0, self._no_limit, np.arange(1, self._workers + 1) * self._counted)  # is left: the other workers are idle
+        self._labels = _Labels(*(np.full((self._devices + 1, self._count + 1, 1), -1) for _ in range(3)))
+        nothing = (0, self._no_limit, np.arange(1, self._devices + 1) * self._counted)  # is left: the other devices are idle
         for column, value in zip(self._labels, nothing, strict=True):
             column[1:, -1, 0] = value
         if (self._before[:, -1] < _NEVER).any():
-            for a in range(self._workers - 1, -1, -1):
+            for a in range(self._devices - 1, -1, -1):
                 self._keep(a, *self._stages(a))
         self.feasible = bool((self._labels.sent[0, 0] >= 0).any())
 
     def _ranges(self, a: int) -> Any:
-        """The indices in `Spans.ranges` of the ranges from worker a on."""
+        """The indices in `Spans.ranges` of the ranges from device a on."""
         found = []
         for place, some in self._fast.here(a):
             first = int(np.searchsorted(self._fitting.places, place))
@@ -80,13 +80,13 @@ class FittingPlacement:
         return np.concatenate(found)
 
     def _fewest_before(self) -> Any:
-        """For each worker and layer the fewest stages before them, with as few microbatches in flight as possible."""
+        """For each device and layer the fewest stages before them, with as few microbatches in flight as possible."""
         cuts = self._fast.cuts(self._bound)
-        between = [cuts[self._fast.between(a)] for a in range(1, self._workers)]
+        between = [cuts[self._fast.between(a)] for a in range(1, self._devices)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
         before = np.full(allowed.shape, _NEVER)
         before[0, 0] = 0
-        for a in range(self._workers):
+        for a in range(self._devices):
             which, here = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
             if len(here):
                 depths = np.where(self._good[which[:, None], here], before[a, here, None] + 1, _NEVER).min(1)
@@ -95,7 +95,7 @@ class FittingPlacement:
         return before
 
     def _stages(self, a: int) -> tuple[Any, _Labels]:
-        """The first layers and the labels of all stages from worker a on, each followed by all placements of the later layers."""
+        """The first layers and the labels of all stages from device a on, each followed by all placements of the later layers."""
         which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
         ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
         row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
@@ -112,7 +112,7 @@ class FittingPlacement:
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
 
     def _keep(self, a: int, i: Any, found: _Labels) -> None:
-        """Store the labels found for worker a, without those that others dominate."""
+        """Store the labels found for device a, without those that others dominate."""
         order = np.lexsort((-found.most, found.sent, found.size, i))
         i, found = i[order], found.take(order)
         same = (i, found.size) if self._relaxed else (i, found.size, found.sent)
@@ -147,7 +147,7 @@ class FittingPlacement:
         """
         found = self._labels.take(0, 0)
         size = int(found.size[found.sent >= 0].min())
-        before, fits = np.zeros(2 * self._workers, int), np.ones(2 * self._workers, bool)
+        before, fits = np.zeros(2 * self._devices, int), np.ones(2 * self._devices, bool)
         stages, i, a = list[Placed](), 0, 0
         while i < self._count:
             size -= self._one
@@ -164,7 +164,7 @@ class FittingPlacement:
 
         Args:
             i: the first layer.
-            a: the first worker.
+            a: the first device.
             size: the size of the placement after this stage.
             before: for each number in flight at this stage the number at the stage before.
             fits: whether the earlier stages fit with it.

@@ -34,10 +34,10 @@ class FittingRanges:
         """For each number of replicas, first layer and end: how many microbatches in flight fit with one of the policies; 0: none."""
         count, replicas = self._ranges.count, self._ranges.replicas
         first, end = np.triu_indices(count + 1, 1)
-        most = np.zeros((len(replicas), count + 1, count + 1), np.int16 if self._fast.workers < 2**13 else np.int32)
+        most = np.zeros((len(replicas), count + 1, count + 1), np.int16 if self._fast.devices < 2**13 else np.int32)
         for row, r in enumerate(replicas.tolist()):
             low = self._fits(first, end, r, np.ones(len(first), int), policies).astype(most.dtype)
-            high = low * (-(-2 * self._fast.workers // r) + 1)
+            high = low * (-(-2 * self._fast.devices // r) + 1)
             open_ = np.nonzero(low < high)[0]
             while len(open_):
                 middle = (low[open_] + high[open_] + 1) // 2
@@ -54,8 +54,8 @@ class FittingRanges:
         """For each of `ranges`, first layer and end: whether the stage is fast enough and fits with as few in flight as possible."""
         ranges, fast = self._ranges, self._fast
         left = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
-        workers = left / (max(bound, left[0] / (2 * fast.workers)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
-        fewest = np.append(np.maximum(np.ceil(workers[:-1]), 1), 0)
+        devices = left / (max(bound, left[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
+        fewest = np.append(np.maximum(np.ceil(devices[:-1]), 1), 0)
         ahead = (1 + np.ceil(fewest / self.replicas[:, None])).astype(np.int64)
         good = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
         for (recompute, _), most in zip(self._kinds, self._most, strict=True):

@@ -3,7 +3,7 @@
     T(i, j, m) = 1/m · max(inner A(i, j, all), 2 (m - 1) · weights of i .. j / bandwidth)
     A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 · outputs at s / bandwidth, T(s, j, m')))
 
-Unlike `planner.search.pipedream` it cannot place a stage on a part of a component, uses all workers, and ignores updates and memory.
+Unlike `planner.search.pipedream` it cannot place a stage on a part of a component, uses all devices, and ignores updates and memory.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
     If it replicates a pipeline inside a component, each of its stages gets all replicas.
 
     Args:
-        problem: the costs and the workers; dispatch, updates, memory and M are ignored.
+        problem: the costs and the devices; dispatch, updates, memory and M are ignored.
         price: "text": the cost in the paper. "code": the cost in the released program, compute plus 4 (m - 1) / m of the weights, with
             free cuts.
 

@@ -43,7 +43,7 @@ def sweep(
     schedules: Sequence[str] | None = None,
     price: Literal["closed form", "paper"] = "closed form",
 ) -> list[Candidate]:
-    """Price all plans of w pipelines of d stages on all w d workers of the topology; on fewer workers only if no such plan fits.
+    """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
 
     Each depth has the cut that balances compute best or, if that does not fit, the best balanced cut that fits. Each stage has the
     cheapest recomputation that fits.
@@ -136,13 +136,13 @@ class _Sweep:
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
-        """(w, d) with all workers."""
-        count = self.topology.num_workers
+        """(w, d) with all devices."""
+        count = self.topology.num_devices
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """For each depth that leaves workers idle, deepest first, the largest number of pipelines."""
-        count = self.topology.num_workers
+        """For each depth that leaves devices idle, deepest first, the largest number of pipelines."""
+        count = self.topology.num_devices
         for depth in range(min(len(self.profile.ids), count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))

@@ -1,6 +1,6 @@
 """The problem of the PipeDream search, its solutions, and a straightforward evaluation of any solution.
 
-Workers are numbered innermost first. Stages take contiguous ranges of workers without gaps, from worker 0 on; the last workers may stay
+Devices are numbered innermost first. Stages take contiguous ranges of devices without gaps, from device 0 on; the last devices may stay
 idle. A sum over the replicas of a stage uses the slowest link of all levels that its range crosses; a cut uses the slowest link of all
 levels that the ranges of both its stages cross together.
 """
@@ -29,13 +29,13 @@ class Problem:
 
     Attributes:
         layers: the costs of each layer for one microbatch.
-        topology: the workers.
+        topology: the devices.
         microbatches: M, microbatches per update over all replicas, a multiple of the replicas of every stage; "replicas": each stage
             updates after one microbatch of each of its replicas, whose number is free.
         inputs: bytes of one microbatch's inputs.
         labels: bytes of its labels.
         dispatch: seconds for each forward, backward and update of a stage, in addition to its layers.
-        memory: bytes of a worker; None: not limited.
+        memory: bytes of a device; None: not limited.
         policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
         sync_state: as in `jpipe.Plan`.
         extra_in_flight: as in `jpipe.Plan`; only `evaluate` uses it, the searches do not.
@@ -75,7 +75,7 @@ class Problem:
         )
 
     def link(self, first: int, last: int) -> jpipe.Link:
-        """The slowest link of all levels that the range of workers first .. last crosses."""
+        """The slowest link of all levels that the range of devices first .. last crosses."""
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
@@ -95,13 +95,13 @@ class Problem:
 
 
 class Placed(NamedTuple):
-    """A stage and its workers.
+    """A stage and its devices.
 
     Attributes:
         start: its first layer.
         stop: one past its last layer.
-        first: its first worker.
-        replicas: its number of workers.
+        first: its first device.
+        replicas: its number of devices.
         recompute: its recomputation policy.
     """
 
@@ -120,7 +120,7 @@ class Partition:
         stages: the stages in order.
         seconds: seconds per microbatch, in steady state.
         bound: what limits the speed: ("stage", s), or ("cut", s) for the cut after stage s.
-        memory: peak bytes of a worker of each stage.
+        memory: peak bytes of a device of each stage.
         over: the stage that lacks most memory and how many bytes; None: it fits.
     """
 
@@ -131,8 +131,8 @@ class Partition:
     over: tuple[int, int] | None = None
 
     @property
-    def workers(self) -> int:
-        """How many workers it uses."""
+    def devices(self) -> int:
+        """How many devices it uses."""
         return self.stages[-1].first + self.stages[-1].replicas
 
     def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
@@ -158,8 +158,8 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
     """Price any stages and count their memory, one by one: the reference for the searches.
 
     Args:
-        problem: the costs and the workers.
-        stages: all layers in order, on workers without a gap.
+        problem: the costs and the devices.
+        stages: all layers in order, on devices without a gap.
     """
     times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
     times += [(seconds_of(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
@@ -177,8 +177,8 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
     """Seconds per microbatch of one stage.
 
     Args:
-        problem: the costs and the workers.
-        stage: its layers and its workers.
+        problem: the costs and the devices.
+        stage: its layers and its devices.
     """
     own = problem.layers[stage.start : stage.stop]
     again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
@@ -190,7 +190,7 @@ def seconds_of(problem: Problem, stage: Placed) -> float:
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
-    """Peak bytes of a worker of each stage.
+    """Peak bytes of a device of each stage.
 
     Args:
         problem: the costs.

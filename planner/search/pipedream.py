@@ -22,12 +22,12 @@ _SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first 
 
 
 def search(problem: Problem) -> Partition:
-    """The stages and workers that train fastest and fit.
+    """The stages and devices that train fastest and fit.
 
-    Ties go to fewer stages, then fewer workers, then, from the front, earlier cuts and fewer replicas.
+    Ties go to fewer stages, then fewer devices, then, from the front, earlier cuts and fewer replicas.
 
     Args:
-        problem: the costs, the workers and the limits.
+        problem: the costs, the devices and the limits.
 
     Returns:
         The best partition or, if none fits, one that needs about the least memory; its `over` says how much is lacking.
@@ -92,7 +92,7 @@ class _Fitting:
 
     def first(self, best: Partition) -> Partition:
         """Among equally fast stages, those that win ties."""
-        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.workers))
+        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.devices))
         assert found is not None
         return found
 

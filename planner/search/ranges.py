@@ -24,8 +24,8 @@ class Ranges:
         self.count = len(layers)
         self.outputs = np.array([0, *(layer.outputs for layer in layers[:-1]), 0])
         self._inputs = np.array([problem.inputs, *(layer.outputs for layer in layers)])
-        workers, every = problem.topology.num_workers, problem.microbatches
-        self.replicas = np.array([r for r in range(1, workers + 1) if every == "replicas" or every % r == 0])
+        devices, every = problem.topology.num_devices, problem.microbatches
+        self.replicas = np.array([r for r in range(1, devices + 1) if every == "replicas" or every % r == 0])
         self._forward = _sums([layer.forward for layer in layers])
         self._compute = _sums([layer.forward + layer.backward for layer in layers])
         self._update = _sums([layer.update for layer in layers])
@@ -44,7 +44,7 @@ class Ranges:
         return self._compute + self._forward if recompute else self._compute
 
     def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
-        """Seconds per microbatch of the stage [i, j), on workers that cross the levels up to `level` (-1: one worker)."""
+        """Seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if recompute:
@@ -78,7 +78,7 @@ class Ranges:
     def room(
         self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
     ) -> Number:
-        """How many inputs can wait at a worker of the stage [i, j), within `memory`; negative: it does not fit.
+        """How many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
 
         Args:
             i: its first layer.

@@ -31,7 +31,7 @@ def invented_profile(seed: int, layers: int = 8) -> Profile:
 
 
 def invented_topology(seed: int) -> Topology:
-    """Four or six workers in one or two servers; every other one with little memory."""
+    """Four or six devices in one or two servers; every other one with little memory."""
     random = np.random.default_rng(seed)
     inner, outer = 10 ** random.uniform(9, 10.5), 10 ** random.uniform(8, 9.7)
     levels = [

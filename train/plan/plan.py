@@ -84,7 +84,7 @@ def main(
     console = Console(highlight=False)
     reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
     _check(files, request, rows)
-    parts, workers = None, prepare(request)
+    parts, devices = None, prepare(request)
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
@@ -92,8 +92,8 @@ def main(
     batch = request.batch or own_batch
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
-    profile, topology = _profile_and_topology(files, request, parts, batch, workers, rows, reporter)
-    with reporter.phase(f"searching plans for {count(topology.num_workers, 'worker')} and a batch of {table.rows_of(batch)}"):
+    profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
+    with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
         found = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
     confirmed = None
     if parts is not None:
@@ -117,15 +117,15 @@ def main(
 def _check(files: Files, request: Request, rows: int | None) -> None:
     if files.config is None and files.profile is None:
         raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
-    if request.workers is not None and request.topology != LOCAL:
-        raise InputError(f"--workers: '{request.topology}' says how many there are; leave it out, or change the file")
+    if request.devices is not None and request.topology != LOCAL:
+        raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
     if request.pipedream is not None and request.schedules and "pipedream" not in request.schedules:
         raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
     if files.config is None and request.topology == LOCAL:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--workers", request.workers), ("--rows", rows)):
+    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
         if value is not None and value > MOST_ROWS:
@@ -147,7 +147,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 
 
 def _profile_and_topology(
-    files: Files, request: Request, parts: Parts | None, batch: int, workers: int | None, rows: int | None, reporter: Reporter
+    files: Files, request: Request, parts: Parts | None, batch: int, devices: int | None, rows: int | None, reporter: Reporter
 ) -> tuple[Profile, Topology]:
     known = read_topology(request.topology) if request.topology != LOCAL else None
     if files.profile is not None:
@@ -158,10 +158,10 @@ def _profile_and_topology(
             profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
     else:
         assert parts is not None
-        profile = profile_of(parts, known, batch, known.num_workers if known else workers or 1, reporter)
+        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter)
     if known is None:
         with reporter.phase("measuring the links of this machine"):
-            known = local_topology(workers, dispatch=profile.dispatch)
+            known = local_topology(devices, dispatch=profile.dispatch)
         reporter.say(table.links(known))
     return profile, known
 
@@ -174,7 +174,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
-        f"{topology.name or 'topology'}: {topology.num_workers} × {topology.device.name}"
+        f"{topology.name or 'topology'}: {topology.num_devices} × {topology.device.name}"
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
@@ -182,7 +182,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
-        + "; memory of the fullest worker, "
+        + "; memory of the fullest device, "
         + ("estimated" if confirmed is None else "compiled in the first row, estimated in the others")
     )
     if choice.open:
@@ -193,8 +193,8 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
-    if candidate.workers < topology.num_workers:
-        reporter.say(f"it uses {candidate.workers} of {count(topology.num_workers, 'worker')}; the others stay idle")
+    if candidate.devices < topology.num_devices:
+        reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the others stay idle")
     reporter.say(f"chosen: {table.name(candidate)}")
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):

@@ -37,7 +37,7 @@ from train.console.terminal import count
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart
 LOCAL = "local"
-MANY_WORKERS = 4096  # for which a search is announced as a long one
+MANY_DEVICES = 4096  # for which a search is announced as a long one
 _NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 
 
@@ -50,18 +50,18 @@ class Request:
         batch: rows between two updates; None: the config's batch size.
         up_to: whether fewer rows than `batch` will do.
         schedules: those to try; none: all.
-        workers: of "local"; None: one on each device, on CPUs one on each core.
+        devices: how many of "local"; None: all, on CPUs as many as there are cores.
         pipedream: how PipeDream's stages are found, see `planner.search.candidates.find_candidates`; None: "batch".
-        all_workers: whether none may stay idle, as where each is a process of its own.
+        all_devices: whether none may stay idle, as where each is a process of its own.
     """
 
     topology: str = LOCAL
     batch: int | None = None
     up_to: bool = False
     schedules: tuple[str, ...] = ()
-    workers: int | None = None
+    devices: int | None = None
     pipedream: Updates | None = None
-    all_workers: bool = False
+    all_devices: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,33 +109,33 @@ class Parts:
         return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.optimizer.of_pipeline)
 
 
-def sizes_for(batch: int, workers: int, most: int) -> tuple[int, ...]:
+def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     """Microbatch sizes to profile: divisors of the batch, each about twice the one before.
 
-    The largest is about twice the share that each worker has of the batch: with larger ones pipelines are mostly empty.
+    The largest is about twice the share that each device has of the batch: with larger ones pipelines are mostly empty.
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
-    kept = [max(rows for rows in divisors if rows == 1 or rows * workers <= 2 * batch)]
+    kept = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
     for rows in reversed(divisors):
         if rows <= kept[-1] / 1.5:
             kept.append(rows)
     return tuple(sorted(kept[:most]))
 
 
-def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int, reporter: Reporter) -> Profile:
+def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter) -> Profile:
     """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with.
 
     Args:
         parts: the model.
         topology: None: the devices of this run.
         batch: rows between two updates.
-        workers: how many there are.
+        devices: how many there are.
         reporter: shows progress.
     """
     model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
-        sizes = sizes_for(batch, workers, MEASURED_SIZES)
+        sizes = sizes_for(batch, devices, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
             return measure(
                 *model_parts,
@@ -145,7 +145,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, workers: int
                 precision=parts.precision,
                 ema_decay=parts.config.optimizer.ema_decay,
             )
-    sizes = sizes_for(batch, workers, PAPER_SIZES)
+    sizes = sizes_for(batch, devices, PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
         return analyze(
             *model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.optimizer.ema_decay
@@ -213,15 +213,15 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         InputError: no plan has such a batch, or none of the schedules asked for can use the norm or have shared parameters.
     """
     schedules, why_one_stage = _possible(profile, request, global_norm, reporter)
-    if topology.num_workers >= MANY_WORKERS and "pipedream" in schedules:
+    if topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
         reporter.say(
-            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_workers:,} workers; "
+            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
             "--schedules without pipedream leaves that out"
         )
     exact = not request.up_to
     planned = tuple(filter(is_planned, schedules))
     found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=request.pipedream or "batch")
-    options: dict[str, Any] = {"all_workers": request.all_workers, "global_norm": global_norm}
+    options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm}
     variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, **options)
     found += list(variants)
     if why_one_stage:
@@ -229,14 +229,14 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         if not found:
             raise InputError(f"--schedules: {why_one_stage}")
         reporter.say(f"left out: {why_one_stage}")
-    used = [candidate for candidate in found if candidate.workers == topology.num_workers or not request.all_workers]
+    used = [candidate for candidate in found if candidate.devices == topology.num_devices or not request.all_devices]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
         asked = f" with {' or '.join(schedules)}" if request.schedules else ""
         limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
         raise InputError(
             f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "
-            f"{count(topology.num_workers, 'worker')}; allow other {'schedules, ' if asked else ''}batches or numbers of workers"
+            f"{count(topology.num_devices, 'device')}; allow other {'schedules, ' if asked else ''}batches or numbers of devices"
         )
     if len(candidates) < len(used):
         many = count(len(used) - len(candidates), "candidate")
@@ -291,8 +291,8 @@ def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], Non
     if lacking is None:
         raise nothing_fits(choice)
     raise InputError(
-        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {table.size(lacking)} on a worker; "
-        "use more workers, a smaller batch or devices with more memory"
+        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {table.size(lacking)} on a device; "
+        "use more devices, a smaller batch or devices with more memory"
     )
 
 
@@ -303,15 +303,15 @@ def _hoped(candidate: Candidate, lacking: float) -> Candidate:
 
 
 def prepare(request: Request) -> int | None:
-    """Have JAX make as many CPU devices as a plan for this machine is to use; how many workers that are, None: a file says."""
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says."""
     if request.topology != LOCAL:
         return None
-    force_cpu_devices(request.workers or usable_cores())
+    force_cpu_devices(request.devices or usable_cores())
     start_devices()
     found = jax.device_count()
-    if request.workers is not None and request.workers > found:
-        raise InputError(f"--workers: expected at most the {found} devices there are, found {request.workers}; name a file as --topology")
-    return request.workers or found
+    if request.devices is not None and request.devices > found:
+        raise InputError(f"--devices: expected at most the {found} devices there are, found {request.devices}; name a file as --topology")
+    return request.devices or found
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ cores: 2
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_topologies_that_come_with_it_load(file):
     topology = Topology.from_yaml(file.read_text(), str(file))
-    assert topology.num_workers == WORKERS[file.stem]
+    assert topology.num_devices == WORKERS[file.stem]
     assert topology.name
     assert topology.device.memory is not None
     assert topology.device.flops["float32"] > 1e12
@@ -54,7 +54,7 @@ def test_a_message_costs_the_highest_level_that_it_crosses():
     topology = Topology.from_yaml(GOOD)
     assert [topology.level(0, other) for other in (0, 7, 8)] == [-1, 0, 1]
     assert topology.link(0, 1) == jpipe.Link(30e9, topology.levels[0].latency, (("out", 0, 0), ("in", 0, 1)))
-    assert topology.link(1, 9).ports == (("out", 1, 0), ("in", 1, 1))  # a server has one port for all its workers
+    assert topology.link(1, 9).ports == (("out", 1, 0), ("in", 1, 1))  # a server has one port for all its devices
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_message_costs_the_highest_level_that_it_crosses():
         ("count: 8", "count: -1", "levels.0.count: expected greater than or equal to 1, found -1"),
         ("count: 8", "count: 8.5", "levels.0.count: expected a valid integer, found 8.5"),
         ("count: 8", "count: true", "levels.0.count: expected a valid integer, found True"),
-        ("count: 8", "count: 1048576", "levels: expected at most 1,048,576 workers in all, found 2,097,152"),
+        ("count: 8", "count: 1048576", "levels: expected at most 1,048,576 devices in all, found 2,097,152"),
         ("30 GB/s", "0", "levels.0.bandwidth: expected greater than 0, found 0"),
         ("30 GB/s", "-30 GB/s", "levels.0.bandwidth: expected greater than 0, found '-30 GB/s'"),
         ("30 GB/s", ".nan", "levels.0.bandwidth: expected greater than 0, found nan"),

@@ -13,7 +13,7 @@ from planner.search.candidates import find_candidates
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:
-    """Four equal layers for two workers, in microbatches of 2 rows or 4."""
+    """Four equal layers for two devices, in microbatches of 2 rows or 4."""
     at = [{"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": residuals * n}} for n in (2, 4)]
     layers = [{"id": f"layer {n}", "weights": weights, "optimizer": 2 * weights, "at": at} for n in range(4)]
     profile = Profile(source="measured", sizes=(2, 4), inputs=(200, 400), labels=(8, 16), layers=layers)
@@ -28,8 +28,8 @@ def test_smaller_microbatches_are_suggested_only_where_all_else_fits(weights, re
     nearest, change = table.what_would_fit(choice)
     assert nearest.startswith("no plan fits: nearest is ")
     assert nearest.endswith(" too much")
-    workers = "what would make it fit: more than 2 workers, for more stages"
-    assert change == workers + (", or smaller microbatches than 2 rows" if smaller else "")
+    devices = "what would make it fit: more than 2 devices, for more stages"
+    assert change == devices + (", or smaller microbatches than 2 rows" if smaller else "")
 
 
 def test_what_is_rejected_by_its_estimate_says_so():
@@ -48,9 +48,9 @@ def test_one_stage_is_no_stages():
 def test_links_are_told_with_their_units():
     level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
     assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message"
-    shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 workers compute at full speed at a time"
+    shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 devices compute at full speed at a time"
     assert table.links(Topology(levels=(level,), cores=1.8)) == shared
-    assert table.links(Topology(levels=(level | {"count": 1},))) == "one worker, no links"
+    assert table.links(Topology(levels=(level | {"count": 1},))) == "one device, no links"
 
 
 def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():

@@ -19,10 +19,10 @@ FAST = levels((4, 1e9, 0.0))
 @pytest.mark.slow
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
-    found = find_variants(gpt(14), FAST, 8, all_workers=True)
+    found = find_variants(gpt(14), FAST, 8, all_devices=True)
     assert {candidate.schedule for candidate in found} == set(variant_schedules())
     assert {candidate.chunks for candidate in found} == set(range(1, MOST_CHUNKS + 1))
-    assert {candidate.workers for candidate in found} == {4}
+    assert {candidate.devices for candidate in found} == {4}
 
 
 @pytest.mark.slow

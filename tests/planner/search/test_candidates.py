@@ -1,4 +1,4 @@
-"""Candidates of both searches, in terms that can be compared: what they send, and what they cost where workers share cores."""
+"""Candidates of both searches, in terms that can be compared: what they send, and what they cost where devices share cores."""
 
 import pytest
 

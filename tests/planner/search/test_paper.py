@@ -54,7 +54,7 @@ def test_the_recurrence_as_written(layers, levels, price):
     assert found.seconds == pytest.approx(recurrence(tuple(layers), tuple(levels), price), rel=1e-9)
     assert [stage.start for stage in found.stages] == [0, *(stage.stop for stage in found.stages[:-1])]
     assert found.stages[-1].stop == len(layers)
-    assert found.workers == topology.num_workers
+    assert found.devices == topology.num_devices
 
 
 def test_the_stages_behind_the_number():

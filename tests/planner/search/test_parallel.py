@@ -83,8 +83,8 @@ def test_crossings_are_those_of_each_link(keep):
     rng = random.Random(1)
     for _ in range(40):
         topology = levels(*((rng.randint(1, 4), rng.uniform(1, 9), rng.random()) for _ in range(rng.randint(1, 3))))
-        depth = rng.randint(1, topology.num_workers)
-        width = rng.randint(1, topology.num_workers // depth)
+        depth = rng.randint(1, topology.num_devices)
+        width = rng.randint(1, topology.num_devices // depth)
         found = Crossings.find(topology, width, depth, keep)
         place = {(s, r): s * width + r if keep == "replicas" else r * depth + s for s in range(depth) for r in range(width)}
         sizes = np.array([rng.randint(0, 5) for _ in range(depth - 1)])
@@ -319,7 +319,7 @@ def test_the_batch_is_kept(batch):
 
 
 def test_workers_are_left_over_only_where_no_other_plan_is_possible():
-    assert {c.workers for c in sweep(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
+    assert {c.devices for c in sweep(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
     found = sweep(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
     assert {(c.depth, c.replicas[0]) for c in found} == {(1, 4), (1, 2), (2, 2), (3, 1)}
     assert sweep(gpt(1, sizes=(3,)), levels((5, 20_000.0, 0.0)), 4, exact=True) == []
@@ -363,7 +363,7 @@ def test_memory_is_no_less_than_the_simulator_counts(schedule):
         plan = candidate.plan(profile.ids)
         found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology)
         assert found is not None
-        peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+        peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
         shares = [memory / peak for memory, peak in zip(candidate.memory, peaks, strict=True)]
         assert min(shares) >= 0.985  # with one microbatch under way the simulator counts the last stage's input twice
         assert max(shares) <= 1.25
@@ -379,5 +379,5 @@ def test_weights_versions_and_both_sets_of_gradients_are_what_the_simulator_coun
             plan = candidate.plan(profile.ids)
             found = simulated(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
             assert found is not None
-            peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+            peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
             assert candidate.memory == pytest.approx(peaks, rel=1e-4)

@@ -19,7 +19,7 @@ POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "f
 
 @st.composite
 def problems(draw):
-    """Few layers on few workers, with prices that often are equal; outer levels may be faster than inner ones.
+    """Few layers on few devices, with prices that often are equal; outer levels may be faster than inner ones.
 
     Numbers only, for `build`: what checks our types draws at random, which Hypothesis wants to do alone.
     """
@@ -63,11 +63,11 @@ def build(layers, levels, **fields):
 
 
 def everything(problem, i=0, a=0):
-    """All ways to cut the layers from i on and to place them from worker a on."""
+    """All ways to cut the layers from i on and to place them from device a on."""
     if i == len(problem.layers):
         yield ()
     for j in range(i + 1, len(problem.layers) + 1):
-        for r in range(1, problem.topology.num_workers - a + 1):
+        for r in range(1, problem.topology.num_devices - a + 1):
             if problem.microbatches == "replicas" or problem.microbatches % r == 0:
                 for rest in everything(problem, j, a + r):
                     yield (Placed(i, j, a, r), *rest)
@@ -131,15 +131,15 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
 
 
 @pytest.mark.parametrize(
-    ("workers", "layers", "memory"),
+    ("devices", "layers", "memory"),
     [  # forward, outputs, weights, residuals
         (7, [(2.0, 0, 0, 0), (4.0, 10, 10, 0), (1.0, 3, 0, 2)], 93),
         (5, [(2.0, 1, 0, 2), (3.0, 1, 10, 0), (2.0, 1, 10, 2), (3.0, 40, 10, 1)], 84),
     ],
 )
-def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(workers, layers, memory):
+def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(devices, layers, memory):
     costs = [jpipe.programs.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
-    problem = Problem(costs, Topology.flat(workers, bandwidth=20.0), 12, memory=float(memory))
+    problem = Problem(costs, Topology.flat(devices, bandwidth=20.0), 12, memory=float(memory))
     seconds, stages, _ = exhaustive(problem)
     found = search(problem)
     assert (found.seconds, found.stages, found.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
@@ -199,7 +199,7 @@ def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one
 def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
     layers = [jpipe.programs.LayerCost(1.0, 2.0, weights=1000), jpipe.programs.LayerCost(2.0, 4.0, weights=1000)]
     found = search(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
-    assert found.workers == 2
+    assert found.devices == 2
     assert found.bound == ("stage", 1)
 
 
@@ -209,7 +209,7 @@ def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9),
         jpipe.programs.LayerCost(3.0, 6.0),
     ]
-    found = search(Problem(layers, Topology.flat(3, bandwidth=1.0)))  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more worker
+    found = search(Problem(layers, Topology.flat(3, bandwidth=1.0)))  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more device
     assert [(stage.stop, stage.replicas) for stage in found.stages] == [(2, 1), (3, 1)]
     assert (found.seconds, found.bound) == (9.0, ("stage", 1))
 

@@ -372,7 +372,10 @@ def code_of_own_parts(patch):
         (lambda _: jax.numpy_dtype_promotion("standard"), "jax_numpy_dtype_promotion"),
         (lambda _: jax_setting("jax_random_seed_offset", 7), "jax_random_seed_offset"),
         (lambda _: jax_setting("jax_softmax_custom_jvp", True), "jax_softmax_custom_jvp"),
-        (lambda _: jax_setting("jax_disable_most_optimizations", True), "jax_disable_most_optimizations"),
+        (
+            lambda _: jax_setting("jax_disable_most_optimizations", not jax.config.jax_disable_most_optimizations),
+            "jax_disable_most_optimizations",
+        ),
         (lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), "XLA_FLAGS"),
         (lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "0"), "NVIDIA_TF32_OVERRIDE"),
         (lambda patch: patch.setenv("FLAX_FIX_RNG_SEPARATOR", "1"), "FLAX_FIX_RNG_SEPARATOR"),

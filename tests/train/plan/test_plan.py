@@ -56,7 +56,7 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     head = next(line for line in out.splitlines() if line.startswith("rank"))
     for column in ("schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by"):
         assert column in head
-    assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two workers
+    assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two devices
     assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
@@ -130,10 +130,10 @@ def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys)
     assert "microbatches of 1 row: say how many with --rows\n" in out
 
 
-def test_more_workers_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
+def test_more_devices_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
-    assert re.search(r"it uses \d of 16 workers; the others", out)
+    assert re.search(r"it uses \d of 16 devices; the others", out)
 
 
 def test_clipping_leaves_out_weight_stashing(files, capsys):
@@ -169,7 +169,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, c
     err = capsys.readouterr().err
     assert re.search(r"no plan fits: nearest is .*, where stage \d needs [\d.]+ GB of 1 GB, [\d.]+ GB too much", err)
     assert "what would make it fit: " in err
-    assert "workers" in err
+    assert "devices" in err
     assert not Path("plan.json").exists()
 
 
@@ -181,7 +181,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, c
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
         ([*BOTH, "--batch=4", "--rows=0"], r"--rows: expected 1 or more, found 0"),
-        (["tiny.yaml", "--workers=0"], r"--workers: expected 1 or more, found 0"),
+        (["tiny.yaml", "--devices=0"], r"--devices: expected 1 or more, found 0"),
         (["--profile=profile.json", "--topology=no.yaml", "--batch=4"], r"--topology: cannot read 'no.yaml': No such file"),
         (["--profile=no.json", "--topology=two.yaml", "--batch=4"], r"--profile: cannot read 'no.json': No such file"),
         (["--profile=two.yaml", "--topology=two.yaml", "--batch=4"], r"two.yaml: expected a profile as JSON"),
@@ -213,7 +213,7 @@ def test_mistakes_are_told_in_a_line(files, capsys, arguments, message):
     assert "Traceback" not in printed.err
 
 
-def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_worker():
+def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_device():
     assert sizes_for(32, 2, 4) == (4, 8, 16, 32)
     assert sizes_for(32, 4, 6) == (1, 2, 4, 8, 16)
     assert sizes_for(7, 1, 4) == (1, 7)
@@ -240,9 +240,9 @@ def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
     jpipe.lower(plan, 2, global_norm=True)
 
 
-def test_no_worker_may_stay_idle_where_each_is_a_process():
+def test_no_device_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
     found = planning.search(profile(), topology, 8, planning.Request(), False, Reporter(1, 1, "samples"))
-    assert any(ranked.candidate.workers < 7 for ranked in found.choice.ranked)
-    with pytest.raises(jpipe.InputError, match="no plan has a batch of 8 rows in microbatches of 1, 2 rows on 7 workers"):
-        planning.search(profile(), topology, 8, planning.Request(all_workers=True), False, Reporter(1, 1, "samples"))
+    assert any(ranked.candidate.devices < 7 for ranked in found.choice.ranked)
+    with pytest.raises(jpipe.InputError, match="no plan has a batch of 8 rows in microbatches of 1, 2 rows on 7 devices"):
+        planning.search(profile(), topology, 8, planning.Request(all_devices=True), False, Reporter(1, 1, "samples"))

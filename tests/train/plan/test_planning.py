@@ -31,7 +31,7 @@ TWO = Topology.flat(2, 1e9)
 
 
 def profile(weights: int = 10**6, dispatch: float = 0.0) -> Profile:
-    """Equal layers, three for two workers: data parallelism is fastest and holds most; `dispatch` makes large microbatches faster."""
+    """Equal layers, three for two devices: data parallelism is fastest and holds most; `dispatch` makes large microbatches faster."""
     at = [
         {"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}} for n in (1, 2)
     ]
@@ -82,11 +82,11 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     assert {candidate.rows for candidate in found.candidates} == {2}
 
 
-def test_a_search_for_thousands_of_workers_says_that_it_takes_long(monkeypatch):
-    monkeypatch.setattr(planning, "MANY_WORKERS", 2)
+def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
+    monkeypatch.setattr(planning, "MANY_DEVICES", 2)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
     search(profile(), TWO, 8, Request(), False, reporter)
-    assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 workers; --schedules without")
+    assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without")
     told.truncate(0)
     search(profile(), TWO, 8, Request(schedules=("pipedream_2bw",)), False, reporter)
     assert "minutes" not in told.getvalue()
@@ -117,13 +117,13 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
 
 def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
     fits(lambda candidate: False)
-    with pytest.raises(jpipe.InputError, match="do the compiled stages fit; the last one lacks 2 kB on a worker"):
+    with pytest.raises(jpipe.InputError, match="do the compiled stages fit; the last one lacks 2 kB on a device"):
         confirm(searched(TWO), parts(), lambda *_: None)
 
 
 @pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
 def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, does):
-    weights = 10**8  # a worker of data parallelism holds 12 times that, one of two stages 8 times
+    weights = 10**8  # a device of data parallelism holds 12 times that, one of two stages 8 times
     found = searched(Topology.flat(2, 1e12, memory=memory), weights)
     parallel = [candidate for candidate in found.candidates if candidate.depth == 1]
     assert parallel
@@ -165,5 +165,5 @@ def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
     alone = Alone(None)
     assert len(auto.find_plan(config, silent(), alone).workers) < 7
     alone.processes = types.SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
-    with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on 7 workers"):
+    with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on 7 devices"):
         auto.find_plan(config, silent(), alone)
