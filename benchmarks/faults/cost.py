@@ -15,7 +15,6 @@ import jpipe
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
-from train.assemble import data
 from train.assemble.build import prepare_devices
 from train.checkpoint.checkpoints import Checkpoints
 from train.checkpoint.resume import find
@@ -23,6 +22,7 @@ from train.config import config_file
 from train.config.config import Config
 from train.config.config_file import to_yaml
 from train.console.progress import Reporter
+from train.data import data
 from train.launch.together import Together
 from train.run import loop, starting
 

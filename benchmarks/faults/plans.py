@@ -17,10 +17,10 @@ import jpipe
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
-from train.assemble import data
 from train.checkpoint.resume import find
 from train.config.config import Config
 from train.console.progress import Reporter
+from train.data import data
 from train.launch.together import Together
 from train.run import loop, starting
 

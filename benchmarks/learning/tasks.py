@@ -13,8 +13,9 @@ import sklearn.datasets
 from flax import nnx
 
 import jpipe
-from train.assemble import data, gpt
+from train.assemble import gpt
 from train.config.config import ModelConfig
+from train.data import data
 
 Batch = tuple[np.ndarray, np.ndarray]
 

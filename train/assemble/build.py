@@ -14,10 +14,11 @@ import jpipe
 from jpipe.files import expanded, read_text
 from planner.machine.local import host_memory, usable_cores
 from planner.search.balance import balance
-from train.assemble import data, labels, model
+from train.assemble import labels, model
 from train.assemble.optimizer import optimizer
 from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from train.console.progress import Reporter
+from train.data import data
 
 
 def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from train.assemble import data, gpt
-from train.assemble.rows import Batch, Rows
+from train.assemble import gpt
 from train.config.config import Config
+from train.data import data
+from train.data.rows import Batch, Rows
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class _OwnCode(_Section):
 class DataConfig(_OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
-    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.assemble.own_data`.
+    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.data.own_data`.
     """
 
     path: FilePath | None = None

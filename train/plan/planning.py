@@ -27,12 +27,13 @@ from planner.ranking.compiled import Compiled, compiled
 from planner.ranking.variants import find_variants
 from planner.search.candidate import Candidate
 from planner.search.candidates import Updates, cannot_share, find_candidates
-from train.assemble import data, model
+from train.assemble import model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
 from train.config.config import MOST_MICROBATCHES, Config
 from train.console.progress import Reporter
 from train.console.terminal import count
+from train.data import data
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart

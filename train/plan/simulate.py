@@ -13,12 +13,12 @@ from rich.filesize import decimal
 import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
-from train.assemble import data
 from train.assemble.build import build
 from train.config import config_file
 from train.config.config import MOST_PLAN_BYTES, Config
 from train.console.progress import Reporter
 from train.console.terminal import count
+from train.data import data
 
 if TYPE_CHECKING:
     import matplotlib.figure

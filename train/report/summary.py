@@ -12,13 +12,13 @@ import jax
 
 import jpipe
 from jpipe.files import shown
-from train.assemble import data
 from train.assemble.build import param_specs
 from train.checkpoint.history import Part, optimizer_words
 from train.checkpoint.run_folder import RunFolder
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.console.terminal import count, duration, first_line
+from train.data import data
 from train.report import report
 from train.report.measure import Measure
 from train.report.stage_times import Stage

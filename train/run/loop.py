@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe.files import shown
-from train.assemble import compile_cache, data, model
+from train.assemble import compile_cache, model
 from train.assemble.build import build, check, prepare_devices
 from train.checkpoint.checkpoints import Checkpoints
 from train.checkpoint.resume import VERSIONS, Resume, Resumed
@@ -24,6 +24,7 @@ from train.console import interrupt
 from train.console.preemption import Preemption
 from train.console.progress import Reporter
 from train.console.terminal import count, first_line
+from train.data import data
 from train.launch.numeric_settings import numeric_settings
 from train.launch.together import Together, facts, joined
 from train.plan.auto import find_plan

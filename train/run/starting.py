@@ -9,12 +9,12 @@ import jax
 
 import jpipe
 from jpipe.files import shown
-from train.assemble import data
 from train.checkpoint.resume import Resume, Resumed
 from train.checkpoint.run_folder import RunFolder
 from train.config.config import Config
 from train.console import interrupt
 from train.console.progress import Reporter
+from train.data import data
 from train.launch.together import Together
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 import jpipe
-from train.assemble.data import Batches
 from train.checkpoint.checkpoints import Checkpoints
 from train.checkpoint.history import History
 from train.checkpoint.resume import Resumed
 from train.config.config import TrainConfig
 from train.console import interrupt
 from train.console.preemption import Preemption
+from train.data.data import Batches
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from train.report.summary import Summary, name_of

@@ -10,11 +10,11 @@ import pytest
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train.assemble import data
 from train.assemble.build import make_plan
 from train.checkpoint.export import main as export
 from train.checkpoint.resume import find
 from train.checkpoint.run_folder import OUTPUTS, RunFolder
+from train.data import data
 from train.launch.together import Together
 from train.report.tensorboard import TensorBoard
 from train.run import loop

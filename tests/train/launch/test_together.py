@@ -42,7 +42,7 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from train.assemble import data as text
+from train.data import data as text
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
 window = text.Windows.__getitem__

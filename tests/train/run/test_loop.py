@@ -18,11 +18,12 @@ from rich.console import Console
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train.assemble import build, data, gpt
+from train.assemble import build, gpt
 from train.assemble.optimizer import optimizer
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_file
 from train.console.progress import Reporter
+from train.data import data
 from train.report import metrics_log
 from train.report.metrics_log import mean_loss, repeatable
 from train.run import loop

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jpipe import InputError
-from train.assemble import own_data
-from train.assemble.rows import Batch, BatchesOfRows
 from train.config.config import Config
 from train.console.terminal import count
+from train.data import own_data
+from train.data.rows import Batch, BatchesOfRows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Batches(Protocol):
 class Data:
     """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels).
 
-    Their arrays have shapes, types and slices of rows (`train.assemble.rows.Rows`): what is not sliced is not read.
+    Their arrays have shapes, types and slices of rows (`train.data.rows.Rows`): what is not sliced is not read.
 
     Attributes:
         train: batches to learn from.

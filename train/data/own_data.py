@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from train.assemble.rows import Batch, when_sliced
 from train.config import entry_point
+from train.data.rows import Batch, when_sliced
 
 
 @dataclass(frozen=True)

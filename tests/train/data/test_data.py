@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jpipe import InputError
 from tests.train.conftest import changed
-from train.assemble import data
-from train.assemble.rows import BatchesOfRows
+from train.data import data
+from train.data.rows import BatchesOfRows
 
 
 def test_labels_are_the_inputs_moved_on_by_one(tiny, text):

@@ -1,0 +1,1 @@
+"""The built-in models, each a `jpipe.LayerStack` of Flax NNX layers."""
