@@ -25,6 +25,7 @@ from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precisio
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
+from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
 from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
@@ -108,6 +109,8 @@ class Pipeline:
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay)
+        if plan.order is not None:
+            lower(plan, 1)  # refuses one that deadlocks before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)

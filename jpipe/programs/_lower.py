@@ -56,8 +56,9 @@ def lower(
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, or the global norm with a schedule that cannot use it.
-        ProgramError: the order of the plan deadlocks; the message ends with the grid up to there.
+        InputError: batches out of order, the global norm with a schedule that cannot use it, or a plan whose own order deadlocks; then
+            the message ends with the grid up to there.
+        ProgramError: the order of a schedule deadlocks; likewise.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
@@ -161,7 +162,7 @@ class _Run:
         if drain:
             self._drain(end)
 
-    def _deadlock(self, waiting: dict[int, Compute]) -> ProgramError:
+    def _deadlock(self, waiting: dict[int, Compute]) -> InputError | ProgramError:
         """The error that shows which computations of which ranks wait for each other."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
         for i, time in self.listing.computations():
@@ -169,8 +170,12 @@ class _Run:
             chunk = plan.rank_workers[rank].index(i.worker)
             rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
-        what = f"{plan.schedule}: the order deadlocks, ranks {list(waiting)} wait for each other"
-        return ProgramError(f"{what}\n{format_grid(rows, notes)}")
+        what, grid = f"the order deadlocks, ranks {list(waiting)} wait for each other", format_grid(rows, notes)
+        if plan.order is None:
+            return ProgramError(f"{plan.schedule}: {what}\n{grid}")
+        expected = "expected an order in which each computation comes after what it needs, on all ranks"
+        change = "move forwards or backwards for inputs that another rank waits for to the front, or use jpipe.schedules.greedy_order"
+        return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
     def _ticks(self, op: Op, s: int) -> int:
         """How long a computation takes: one that recomputes one tick more."""

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
-from train.assemble.build import build
+from train.assemble.build import build, named_as_in_the_config
 from train.config import config_file
 from train.config.config import MOST_PLAN_BYTES, Config
 from train.console.progress import Reporter
@@ -54,7 +54,9 @@ def main(
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
     shared = jpipe.programs.shared_stages(costs or ())
-    prediction = jpipe.simulate(jpipe.lower(plan, shown, shared=shared), costs)
+    with named_as_in_the_config(source if costs is None else None):  # an order may deadlock
+        program = jpipe.lower(plan, shown, shared=shared)
+    prediction = jpipe.simulate(program, costs)
     long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)

@@ -37,6 +37,8 @@ def no_data(seed, batch_size):
     return [], []
 """
 PLAN = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2).to_json()
+ORDER = "F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"  # each rank waits for the other
+DEADLOCK = jpipe.Plan.even(("embed", "block_0", "head"), 2, "auto_zero_bubble", 2, order=ORDER).to_json()
 
 
 @pytest.fixture(params=["train", "simulate"])
@@ -73,6 +75,7 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         "other.json": PLAN.replace("block_0", "block_O"),
         "layrs.json": PLAN[::-1].replace('"sreyal"', '"sryal"', 1)[::-1],
         "again.json": PLAN.replace('"replicas": 1', '"replicas": 1, "replicas": 2', 1),
+        "deadlock.json": DEADLOCK,
         "number.json": PLAN.replace('"microbatches": 2', '"microbatches": 2.0'),
     }
     for name, text in texts.items():
@@ -82,12 +85,12 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     before = sorted(tmp_path.rglob("*"))
 
-    def refused(file: str, *words: str) -> str:
+    def refused(file: str, *words: str, lines: int = 1) -> str:
         code = cli.main([request.param, file, *words])
         line = capsys.readouterr().err
         assert code == 2
         assert line.startswith("jpipe: ")
-        assert line.count("\n") == 1
+        assert line.count("\n") == lines
         assert sorted(tmp_path.rglob("*")) == before
         return line
 
@@ -173,6 +176,13 @@ def test_an_option_that_weight_stashing_cannot_have(refused, override):
 def test_an_override_that_a_plan_file_makes_idle(refused, override):
     message = f"jpipe: --set {override}: would mean nothing beside plan.file 'other.json'; leave it out, or change the plan file\n"
     assert refused("tiny.yaml", "--set", override, *(() if "file" in override else ("--set", "plan.file=other.json"))) == message
+
+
+def test_an_order_that_deadlocks(refused):
+    grid = r"tick +\|.*\nrank 0 \| F0\.0 .*<<< waits for .*\nrank 1 \| .*<<< waits for what F of microbatch 1 at stage 1 needs\n"
+    line = refused("tiny.yaml", "--set", "plan={file: deadlock.json}", lines=4)
+    message = r"deadlock\.json: order: expected an order .*; the order deadlocks, ranks \[0, 1\] wait for each other; move .*"
+    assert re.fullmatch(rf"jpipe: {message}\n{grid}", line)
 
 
 def test_an_override_twice(refused):

@@ -240,3 +240,19 @@ def test_mistakes_are_told_in_one_message_and_nothing_is_written(
     assert printed.err.startswith("jpipe: ")
     assert printed.err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_order_that_deadlocks_is_refused_with_the_grid(plan_file, capsys):
+    path = plan_file("auto_zero_bubble", 2, 2, order=["F0.0 F0.1 B0.0 B0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1"])
+    text = Path(path).read_text()
+    Path(path).write_text(text.replace("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1").replace("F1.0 I1.0 F1.1", "F1.0 F1.1 I1.0"))
+    assert cli.main(["simulate", path]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    first, *grid = printed.err.splitlines()
+    assert first.startswith(f"jpipe: {path}: order: expected an order in which each computation comes after what it needs, on all ranks; ")
+    assert grid == [
+        "tick   |    0    1",
+        "rank 0 | F0.0    .  <<< waits for what B of microbatch 0 at stage 0 needs",
+        "rank 1 |    . F0.0  <<< waits for what F of microbatch 1 at stage 1 needs",
+    ]
