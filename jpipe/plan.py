@@ -281,7 +281,7 @@ class Plan(pydantic.BaseModel):
             for a, b, count, policy in zip(starts, starts[1:], counts, policies, strict=False)  # the last start is an end only
         ]
         if chunks_per_rank is not None and "ranks" not in fields:
-            fields["ranks"] = _even_ranks(schedule, num_stages, chunks_per_rank)
+            fields["ranks"] = _even_ranks(schedule, num_stages, len(layers), chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
 
     def __repr__(self) -> str:
@@ -361,13 +361,15 @@ def _check_ranks(plan: Plan) -> None:
         return
     found, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
     if found != list(range(plan.depth)) or not all(plan.ranks):
-        raise ValueError(f"ranks: expected each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more, found {shown}")
+        expected = f"each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more"
+        raise ValueError(f"ranks: expected {expected}, found {shown}; put each of them on one rank, or leave out ranks")
     for p, stages in enumerate(plan.ranks):
         if list(stages) != sorted(stages):
-            raise ValueError(f"ranks.{p}: expected the stages of a rank in order, found {list(stages)}")
+            raise ValueError(f"ranks.{p}: expected the stages of a rank in order, found {list(stages)}; use {sorted(stages)}")
         if len({plan.stages[s].replicas for s in stages}) > 1:
             counts = [plan.stages[s].replicas for s in stages]
-            raise ValueError(f"ranks.{p}: expected as many replicas of each of its stages {list(stages)}, found {counts}")
+            expected = f"expected as many replicas of each of its stages {list(stages)}, found {counts}"
+            raise ValueError(f"ranks.{p}: {expected}; give these stages the same replicas, or put them on different ranks")
 
 
 def _check_per_rank(plan: Plan) -> None:
@@ -442,17 +444,25 @@ def _layer_ids(layers: Any) -> Sequence[str]:
     return list(layers)
 
 
-def _even_ranks(schedule: str, num_stages: int, chunks: Any) -> Ranks | None:
+def _even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
     """The ranks of `chunks` stages each, as the schedule lays them out."""
     if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
+    if schedule not in SCHEDULES:
+        return None  # which the plan refuses
+    rules = SCHEDULES[schedule]
+    if reason := rules.refuses_chunks(int(chunks)):
+        raise InputError(f"plan: chunks_per_rank: {reason}")
     if num_stages % chunks:
+        whole = [count for count in (-(-num_stages // chunks) * chunks, num_stages // chunks * chunks) if 1 <= count <= num_layers]
+        fewer = next(count for count in range(int(min(chunks, num_stages)), 0, -1) if num_stages % count == 0)
+        # a V has no other number of chunks
+        change = [*(f"{count} stages" for count in whole[:1]), *([] if rules.layout == "v" else [f"chunks_per_rank {fewer}"])]
         raise InputError(
             f"plan: expected stages that are a multiple of chunks_per_rank {chunks}, found {num_stages}; "
-            f"use {-(-num_stages // chunks) * chunks} stages, or other chunks"
+            f"use {' or '.join(change) or 'more layers'}"
         )
-    layout = SCHEDULES[schedule].layout if schedule in SCHEDULES else "straight"
-    return None if chunks == 1 and layout != "v" else arranged(layout if chunks == 2 else "looped", num_stages, int(chunks))
+    return None if chunks == 1 else arranged(rules.layout, num_stages, int(chunks))
 
 
 def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:

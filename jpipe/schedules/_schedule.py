@@ -190,6 +190,19 @@ class Schedule:
         """Why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)
 
+    def refuses_chunks(self, chunks: int) -> str:
+        """Why this schedule cannot run so many stages on each rank, with what to use instead, or ""."""
+        if self.layout == "straight" and chunks != 1:
+            found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
+            return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
+        if self.layout == "v" and chunks != 2:
+            found = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
+            return f"{found}; use chunks_per_rank 2, or leave it out"
+        return ""
+
+
+_SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
+
 
 @lru_cache(maxsize=256)
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[Op, ...], ...]:
@@ -217,16 +230,22 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     """Why the schedule cannot use the ranks of a plan, or ""."""
-    found = plan.rank_stages
+    found, depth = plan.rank_stages, plan.depth
     chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
-    if schedule.layout == "any" or (plan.depth % chunks == 0 and found == arranged(schedule.layout, plan.depth, chunks)):
+    if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
         return ""
-    needs = {
-        "straight": "one stage for each rank, in order",
-        "looped": "as many stages for each rank, stage s on rank s mod the number of ranks",
-        "v": "ranks in a V, an even number of stages, and on rank p of P the stages p and 2P - 1 - p",
-    }[schedule.layout]
-    return f"the schedule '{schedule.name}' needs {needs}; found ranks {[list(stages) for stages in found]}; leave out ranks"
+    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in found]}"
+    if schedule.layout == "v" and depth % 2:
+        even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
+        return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
+    if schedule.layout == "v":
+        return f"{name} needs ranks in a V, on rank p of P the stages p and 2P - 1 - p; {shown}; leave out ranks"
+    if schedule.layout == "looped":
+        stages = "as many stages on each rank, stage s on rank s mod the number of ranks"
+        return f"{name} needs {stages}; {shown}; leave out ranks, or give chunks_per_rank instead"
+    if len(found) < depth:
+        return f"{name} runs one stage on each rank; {shown}; leave out ranks, or use {_SEVERAL}"
+    return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
 
 
 def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]) -> Callable[[Shape, int], int]:

@@ -99,15 +99,44 @@ def test_after_flushed_batches_the_order_begins_anew():
 @pytest.mark.parametrize(
     ("schedule", "fields", "message"),
     [
-        ("gpipe", {"chunks_per_rank": 2}, r"the schedule 'gpipe' needs one stage for each rank, in order; found ranks"),
-        ("zb_h1", {"ranks": [[0, 3], [1, 2]]}, r"'zb_h1' needs one stage for each rank"),
+        (
+            "gpipe",
+            {"chunks_per_rank": 2},
+            r"^plan: chunks_per_rank: the schedule 'gpipe' runs one stage on each rank, found 2; leave out chunks_per_rank, or use an "
+            r"interleaved schedule such as 'interleaved_1f1b'$",
+        ),
+        (
+            "zb_h1",
+            {"chunks_per_rank": 4},
+            r"the schedule 'zb_h1' runs one stage on each rank, found 4; leave out chunks_per_rank, or use an",
+        ),
+        (
+            "zb_h1",
+            {"ranks": [[0, 3], [1, 2]]},
+            r"'zb_h1' runs one stage on each rank; found ranks \[\[0, 3\], \[1, 2\]\]; leave out ranks, or use an",
+        ),
+        (
+            "zb_h1",
+            {"ranks": [[1], [0], [2], [3]]},
+            r"'zb_h1' needs one stage on each rank, in order; found ranks \[\[1\], .*\[3\]\]; leave out ranks$",
+        ),
+        (
+            "zb_v",
+            {"num_stages": 3},
+            r"^plan: the schedule 'zb_v' needs two stages on each rank, so an even number of stages, found 3; use 2 or 4 stages$",
+        ),
+        ("dualpipe_v", {"num_stages": 1}, r"so an even number of stages, found 1; use 2 stages$"),
+        ("zb_v", {"chunks_per_rank": 1}, r"'zb_v' runs two stages on each rank, in a V, found 1; use chunks_per_rank 2, or leave it out$"),
+        ("zb_v", {"chunks_per_rank": 3}, r"'zb_v' runs two stages on each rank, in a V, found 3; use chunks_per_rank 2, or leave it out$"),
+        ("zb_v", {"chunks_per_rank": 4}, r"'zb_v' runs two stages on each rank, in a V, found 4; use chunks_per_rank 2, or leave it out$"),
+        ("zb_v", {"num_stages": 3, "chunks_per_rank": 2}, r"a multiple of chunks_per_rank 2, found 3; use 4 stages$"),
         (
             "zb_v",
             {"ranks": [[0, 2], [1, 3]]},
-            r"'zb_v' needs ranks in a V, an even number of stages, .*; found ranks \[\[0, 2\], \[1, 3\]\]",
+            r"'zb_v' needs ranks in a V, on rank p of P the stages p and 2P - 1 - p; found ranks \[\[0, 2\], \[1, 3\]\]; leave out ranks$",
         ),
         ("dualpipe_v", {"ranks": [[0, 2], [1, 3]], "microbatches": 4}, r"'dualpipe_v' needs ranks in a V"),
-        ("interleaved_1f1b", {"ranks": [[0, 3], [1, 2]]}, r"'interleaved_1f1b' needs as many stages for each rank, stage s on rank s mod"),
+        ("interleaved_1f1b", {"ranks": [[0, 3], [1, 2]]}, r"'interleaved_1f1b' needs as many stages on each rank, stage s on rank s mod"),
         (
             "dualpipe_v",
             {"microbatches": 3},
@@ -125,7 +154,37 @@ def test_after_flushed_batches_the_order_begins_anew():
             {"chunks_per_rank": 2, "microbatches": 1},
             r"'pipedream_2bw' needs at least 2 microbatches for 4 stages on 2 ranks",
         ),
-        ("looped_bfs", {"chunks_per_rank": 3}, r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 6 stages"),
+        (
+            "looped_bfs",
+            {"chunks_per_rank": 3},
+            r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 3 stages or chunks",
+        ),
+        (
+            "looped_bfs",
+            {"chunks_per_rank": 3, "layers": "abcdef"},
+            r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 6 stages or chunks_per_rank 2$",
+        ),
+        (
+            "interleaved_1f1b",
+            {"chunks_per_rank": 8, "layers": "abcdef"},
+            r"expected stages that are a multiple of chunks_per_rank 8, found 4; use chunks_per_rank 4$",
+        ),
+        ("zb_v", {"layers": "a", "num_stages": 1, "chunks_per_rank": 2}, r"of chunks_per_rank 2, found 1; use more layers$"),
+        (
+            "interleaved_1f1b",
+            {"chunks_per_rank": 2, "replicas": [1, 2, 2, 1], "microbatches": 4},
+            r"ranks\.0: expected as many replicas of each of its stages \[0, 2\], found \[1, 2\]; give these stages the same",
+        ),
+        (
+            "interleaved_1f1b",
+            {"ranks": [[0, 2], [1, 4]]},
+            r"ranks: expected each of the stages 0 to 3 once, .*, found .*; put each of them on one rank, or leave out ranks$",
+        ),
+        (
+            "interleaved_1f1b",
+            {"ranks": [[2, 0], [1, 3]]},
+            r"ranks\.0: expected the stages of a rank in order, found \[2, 0\]; use \[0, 2\]$",
+        ),
         ("looped_bfs", {"chunks_per_rank": 0}, r"chunks_per_rank: expected an integer of 1 or more, found 0"),
         ("looped_bfs", {"layers": "abc"}, r"expected between 1 and 3 stages \(the number of layers\), found 4"),
     ],
