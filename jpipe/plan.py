@@ -149,6 +149,13 @@ class Plan(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             raise explain(error, Plan, "plan") from None
 
+    @pydantic.field_validator("order", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if isinstance(value, (str, bytes)):
+            raise ValueError(f"expected a list of texts, one for each rank, found {short(value)}; put it into a list")
+        return value
+
     @pydantic.model_validator(mode="after")
     def _legal(self) -> "Plan":
         if self.schedule not in SCHEDULES:

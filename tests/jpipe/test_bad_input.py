@@ -335,6 +335,9 @@ UNTYPED = {
     "Plan.even(stack.ids, '1', 'gpipe', 1)": "plan: num_stages: expected an integer, found '1'",
     "Plan.even(stack.ids, 1, 'gpipe', '1')": "plan: microbatches: expected a valid integer, found '1'",
     "Plan.even(stack.ids, 1, 'gpipe', 1, replicas=1.5)": "plan: replicas: expected one for all stages or a list of one for each, found 1.5",
+    "Plan.even(stack.ids, 1, 'auto_zero_bubble', 1, order='F0.0 B0.0')": (
+        "plan: order: expected a list of texts, one for each rank, found 'F0.0 B0.0'; put it into a list"
+    ),
     "Plan.from_json(3)": "plan: expected a plan as JSON text, found int",
     "Pipeline({'a': abs}, plan, loss, sgd)": "stack: expected a jpipe.LayerStack, found dict; wrap the layers in LayerStack(…)",
     "Pipeline(stack, {}, loss, sgd)": "plan: expected a jpipe.Plan, found dict; make one with Plan.even(stack.ids, …)",
@@ -349,6 +352,12 @@ UNTYPED = {
         "simulate: expected a jpipe.Link, or a function of two workers that gives one, found 3"
     ),
     "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
+    **{
+        f"jpipe.schedules.greedy_order(plan, [jpipe.programs.StageCost()], limits={limits})": (
+            f"greedy_order: limits: expected an integer, or one for each of 1 ranks, found {limits}; give at least [1]"
+        )
+        for limits in ("None", "'4'", "[2.5]", "[None]", "2.5")
+    },
     "jpipe.lower(plan, '1')": "lower: expected integers, found start 0, begin 0, batches '1'",
 }
 CALLS = """

@@ -45,7 +45,8 @@ def read_order(plan: Shape) -> Read:
 @lru_cache(maxsize=16)  # plans ask for it at each step
 def _read(order: tuple[str, ...], ranks: Ranks, own: tuple[int, ...], limit: int | None) -> Read:
     if len(order) != len(ranks):
-        return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}")
+        change = "add those of the other ranks" if len(order) < len(ranks) else f"remove those after the first {len(ranks)}"
+        return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}")
     last = max(s for stages in ranks for s in stages)
     try:
         read = [_Checks(p, stages, own[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))]
@@ -86,9 +87,8 @@ class _Checks:
                     missing = f"stage {s} lacks the {name} of microbatch {found}" + (
                         f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
                     )
-                    raise _WrongOrder(
-                        f"order.{self.p}: after {len(order)} entries {missing}; expected microbatches 0 to {self.microbatches - 1}"
-                    )
+                    expected = f"expected microbatches 0 to {self.microbatches - 1}; add {part}{s}.{found}{' and so on' if rest else ''}"
+                    raise _WrongOrder(f"order.{self.p}: after {len(order)} entries {missing}; {expected}")
         return tuple(order)
 
     def _entry(self, where: str, token: str) -> Compute:
@@ -106,7 +106,8 @@ class _Checks:
         self.held += op[0] == "F"
         if self.limit is not None and self.held > self.limit:
             over = self.held - self.limit
-            raise _WrongOrder(f"{where}: with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}")
+            holds = f"with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}"
+            raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
         self.held -= "W" in _PARTS[op]
         return Compute(op, s, k)  # type: ignore[arg-type]  # the pattern lets only these ops pass
 
@@ -128,4 +129,6 @@ class _Checks:
                 raise _WrongOrder(f"{where}: expected microbatch {found} as the next {_NAMES[part]} of stage {s}, found microbatch {k}")
         for part, needs in (("I", "F"), ("W", "I")):
             if part in _PARTS[op] and needs not in _PARTS[op] and self.done[needs, s] <= k:
-                raise _WrongOrder(f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it")
+                raise _WrongOrder(
+                    f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
+                )

@@ -16,10 +16,12 @@ order at a stage; an order that deadlocks is refused by `jpipe.lower` and `jpipe
 Bubble Pipeline Parallelism", section 3.1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
+from typing import SupportsIndex
 
 from jpipe.errors import InputError, short
-from jpipe.schedules._schedule import Compute, Schedule, Shape, fused, in_flight_of
+from jpipe.schedules._schedule import Compute, Ranks, Schedule, Shape, fused, in_flight_of
 from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
 from jpipe.schedules.zero_bubble._order_text import as_text, read_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
@@ -28,7 +30,9 @@ from jpipe.schedules.zero_bubble.zb_h2 import ZB_H2
 from jpipe.schedules.zero_bubble.zb_v import ZB_V
 
 
-def greedy_order(plan: Shape, costs: Sequence[StageTimes], *, limits: int | Sequence[int], latency: float = 0.0) -> tuple[str, ...]:
+def greedy_order(
+    plan: Shape, costs: Sequence[StageTimes], *, limits: SupportsIndex | Iterable[SupportsIndex], latency: float = 0.0
+) -> tuple[str, ...]:
     """The `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
 
     Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
@@ -56,17 +60,26 @@ def greedy_order(plan: Shape, costs: Sequence[StageTimes], *, limits: int | Sequ
     """
     ranks = plan.rank_stages
     if len(set(plan.replicas)) > 1:
-        raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}")
+        raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}; use one number")
     if len(costs) != plan.depth:
         raise InputError(f"greedy_order: expected {plan.depth} costs, one for each stage, found {len(costs)}")
-    each = [limits] * len(ranks) if isinstance(limits, int) else list(limits)
-    if len(each) != len(ranks) or any(limit < len(stages) for limit, stages in zip(each, ranks, strict=False)):
-        least = [len(stages) for stages in ranks]
-        raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}")
-    problem = Problem(ranks, costs, plan.microbatches // plan.replicas[0], each, latency)
+    problem = Problem(ranks, costs, plan.microbatches // plan.replicas[0], _limits(limits, ranks), latency)
     timed = [(time, order) for order in (*list_schedules(problem), *_static_orders(plan, problem)) if (time := seconds(problem, order))]
     _, best = min(timed, key=lambda pair: pair[0])
     return tuple(as_text(entries) for entries in best)
+
+
+def _limits(limits: object, ranks: Ranks) -> list[int]:
+    """The limit of each rank."""
+    least = [len(stages) for stages in ranks]
+    given = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
+    if len(given) != len(ranks) or not all(isinstance(limit, Integral) for limit in given):
+        expected = f"an integer, or one for each of {len(ranks)} ranks"
+        raise InputError(f"greedy_order: limits: expected {expected}, found {short(limits)}; give at least {least}")
+    each = [int(limit) for limit in given]
+    if any(limit < fewest for limit, fewest in zip(each, least, strict=True)):
+        raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}; raise them")
+    return each
 
 
 def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:

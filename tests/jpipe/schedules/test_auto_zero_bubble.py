@@ -3,6 +3,7 @@
 import random
 import re
 
+import numpy as np
 import pytest
 
 from jpipe import InputError, Link, Plan, lower, simulate
@@ -33,15 +34,19 @@ def test_an_order_is_read_and_runs_as_it_stands():
         (
             0,
             "F0.0 F0.1 B0.0",
-            "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1",
+            "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1; add I0.1",
         ),
-        (0, "", "order.0: after 0 entries stage 0 lacks the forward of microbatch 0 and 1 more; expected microbatches 0 to 1"),
+        (
+            0,
+            "",
+            "order.0: after 0 entries stage 0 lacks the forward of microbatch 0 and 1 more; expected microbatches 0 to 1; add F0.0 and",
+        ),
         (1, "F1.0 I1.0 F1.1 I1.1 W1.0", "order.1: after 5 entries stage 1 lacks the backward for weights of microbatch 1; expected"),
         (0, "F0.0 F0.1 B0.0 B0.1 B0.1", "order.0: entry 4, B0.1: stage 0 has had the backward for inputs of all 2 microbatches; remove it"),
         (0, "F0.0 F0.2 B0.0 B0.2", "order.0: entry 1, F0.2: expected microbatch 1 as the next forward of stage 0, found microbatch 2"),
         (0, "F0.1 F0.0 B0.1 B0.0", "order.0: entry 0, F0.1: expected microbatch 0 as the next forward of stage 0, found microbatch 1"),
         (0, "F0.0 F0.1 F0.2 B0.0", "order.0: entry 2, F0.2: stage 0 has had the forward of all 2 microbatches; remove it"),
-        (0, "F0.0 B0.0 B0.1 F0.1", "order.0: entry 2, B0.1: expected the forward of microbatch 1 at stage 0 before it"),
+        (0, "F0.0 B0.0 B0.1 F0.1", "order.0: entry 2, B0.1: expected the forward of microbatch 1 at stage 0 before it; put F0.1 there"),
         (0, "B0.0", "order.0: entry 0, B0.0: expected the forward of microbatch 0 at stage 0 before it"),
         (1, "F1.0 W1.0", "order.1: entry 1, W1.0: expected the backward for inputs of microbatch 0 at stage 1 before it"),
         (1, "F1.0 F1.1 I1.0 B1.1", "order.1: entry 3, B1.1: expected microbatch 0 as the next backward for weights of stage 1"),
@@ -70,8 +75,14 @@ def test_orders_are_refused_where_they_do_not_belong():
         InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"
     ):
         Plan.even("ab", 2, "auto_zero_bubble", 2)
-    with pytest.raises(InputError, match="order: expected one text for each of 2 ranks, found 1"):
+    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 1; add those of the other ranks$"):
         with_order(GOOD[0])
+    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 3; remove those after the first 2$"):
+        with_order(*GOOD, "")
+    with pytest.raises(
+        InputError, match=r"plan: order: expected a list of texts, one for each rank, found 'F0\.0 .*'; put it into a list$"
+    ):
+        Plan.even("ab", 2, "auto_zero_bubble", 2, order=GOOD[0])
     with pytest.raises(InputError, match="order is an option of the schedule 'auto_zero_bubble', found schedule 'zb_h1'; remove it"):
         Plan.even("ab", 2, "zb_h1", 2, order=GOOD)
     with pytest.raises(InputError, match="order_limit is an option of the schedule 'auto_zero_bubble', found schedule 'zb_h1'"):
@@ -80,11 +91,14 @@ def test_orders_are_refused_where_they_do_not_belong():
 
 def test_an_order_that_holds_more_than_its_limit_is_refused():
     assert with_order(*GOOD, order_limit=2).order_limit == 2
-    with pytest.raises(InputError, match=r"order\.0: entry 1, F0\.1: with it rank 0 holds 2 microbatches, 1 more than order_limit 1$"):
+    with pytest.raises(
+        InputError,
+        match=r"order\.0: entry 1, F0\.1: with it rank 0 holds 2 microbatches, 1 more than order_limit 1; move backwards",
+    ):
         with_order(*GOOD, order_limit=1)
     plan = plan_of("zb_v", 2, 2, 5)
     order = written_order(plan)
-    with pytest.raises(InputError, match=r"with it rank 0 holds 4 microbatches, 1 more than order_limit 3$"):
+    with pytest.raises(InputError, match=r"with it rank 0 holds 4 microbatches, 1 more than order_limit 3; move"):
         with_order(*order, m=5, stages=4, ranks=plan.rank_stages, order_limit=3)
     assert with_order(*order, m=5, stages=4, ranks=plan.rank_stages, order_limit=4)
     with pytest.raises(InputError, match="order_limit: expected greater than or equal to 1, found 0"):
@@ -195,10 +209,17 @@ def test_what_greedy_order_refuses():
     plan = plan_of("zb_v", 2, 2, 4)
     with pytest.raises(InputError, match=r"greedy_order: expected 4 costs, one for each stage, found 2$"):
         greedy_order(plan, [StageCost()] * 2, limits=4)
-    with pytest.raises(InputError, match=r"greedy_order: limits: expected at least \[2, 2\] for 2 ranks, found 1$"):
+    with pytest.raises(InputError, match=r"greedy_order: limits: expected at least \[2, 2\] for 2 ranks, found 1; raise them$"):
         greedy_order(plan, [StageCost()] * 4, limits=1)
-    with pytest.raises(InputError, match=r"greedy_order: limits: expected at least \[2, 2\] for 2 ranks, found \[2\]$"):
+    expected = r"greedy_order: limits: expected an integer, or one for each of 2 ranks, found \[2\]; give at least \[2, 2\]$"
+    with pytest.raises(InputError, match=expected):
         greedy_order(plan, [StageCost()] * 4, limits=[2])
     uneven = Plan.even("ab", 2, "zb_h1", 2, replicas=[1, 2])
-    with pytest.raises(InputError, match=r"greedy_order: expected as many replicas of each stage, found \[1, 2\]$"):
+    with pytest.raises(InputError, match=r"greedy_order: expected as many replicas of each stage, found \[1, 2\]; use one number$"):
         greedy_order(uneven, [StageCost()] * 2, limits=4)
+
+
+def test_limits_may_be_numbers_of_numpy():
+    plan, costs = plan_of("zb_v", 2, 2, 4), [StageCost()] * 4
+    expected = greedy_order(plan, costs, limits=4)
+    assert all(greedy_order(plan, costs, limits=limits) == expected for limits in (np.int64(4), np.array([4, 4]), [np.int32(4), 4]))
