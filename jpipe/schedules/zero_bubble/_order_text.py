@@ -87,7 +87,8 @@ class _Checks:
                     missing = f"stage {s} lacks the {name} of microbatch {found}" + (
                         f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
                     )
-                    expected = f"expected microbatches 0 to {self.microbatches - 1}; add {part}{s}.{found}{' and so on' if rest else ''}"
+                    change = f"add {'B' if part == 'I' else part}{s}.{found}" + (" and so on" if rest else "")
+                    expected = f"expected microbatches 0 to {self.microbatches - 1}; {change}"
                     raise _WrongOrder(f"order.{self.p}: after {len(order)} entries {missing}; {expected}")
         return tuple(order)
 

@@ -34,7 +34,7 @@ def test_an_order_is_read_and_runs_as_it_stands():
         (
             0,
             "F0.0 F0.1 B0.0",
-            "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1; add I0.1",
+            "order.0: after 3 entries stage 0 lacks the backward for inputs of microbatch 1; expected microbatches 0 to 1; add B0.1",
         ),
         (
             0,
