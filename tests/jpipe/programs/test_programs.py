@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 import pathlib
 import random
@@ -443,3 +444,22 @@ def grids(name: str) -> str:
 if __name__ == "__main__":  # write the golden grids anew; look at the difference before you commit it
     for variant in VARIANTS:
         (GOLDEN / f"{variant}.txt").write_text(grids(variant))
+
+
+def test_the_stash_of_a_split_backward_counts_from_its_first_half_to_its_second():
+    """The peaks of zb_h1 on three ranks, added up by hand: a forward keeps 100 bytes, the first half makes 60 of them for the second."""
+    kept, stash = 100, 60
+    costs = [StageCost(residuals=kept, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
+    prediction = simulate(lower(Plan.even("abc", 3, "zb_h1", 4), 2), costs)
+    whole = [kept] * 3  # rank 0 begins three microbatches and computes backwards whole
+    orders = [[f"{span.op}{span.microbatch}" for span in spans[:12]] for spans in prediction.timeline]
+    assert orders[1] == ["F0", "F1", "I0", "F2", "I1", "W0", "F3", "I2", "W1", "I3", "W2", "W3"]
+    middle = [+kept, +kept, stash - kept, +kept, stash - kept, -stash, +kept, stash - kept, -stash, stash - kept, -stash, -stash]
+    assert orders[2][:8] == ["FI0", "FI1", "FI2", "W0", "FI3", "W1", "W2", "W3"]
+    last = [+stash, +stash, +stash, -stash, +stash, -stash, -stash, -stash]
+    assert [sum(middle), sum(last)] == [0, 0]
+    peaks = [max(itertools.accumulate(changes)) for changes in (whole, middle, last)]
+    assert peaks == [300, 260, 180]
+    assert prediction.peak_bytes == (15 + 300, 15 + 260, 11 + 180)
+    assert [samples[-1].residuals for samples in prediction.memory] == [0, 0, 0]
+    assert [samples[-1].total for samples in prediction.memory] == [15, 15, 11]
