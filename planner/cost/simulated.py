@@ -52,7 +52,7 @@ def simulated(
     link, shown = network(plan, topology), first + batches + 1
     prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
     seconds = _measured(plan, prediction.timeline)
-    if is_planned(plan.schedule) and plan.depth == len(plan.rank_stages):  # for which there are bounds
+    if is_planned(plan.schedule) and plan.depth == len(plan.rank_stages) and plan.split_backward == "joint":  # there are bounds
         seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))
     if topology.cores is not None:
         cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)

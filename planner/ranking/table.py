@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jpipe
-from planner.cost.shape import is_planned
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.choose import Choice, Ranked
@@ -45,7 +44,8 @@ def schedule(candidate: Candidate) -> str:
     """The schedule with its options in the plan."""
     if candidate.depth == 1 and candidate.devices > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
-    options = [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
+    options = ["early"] if candidate.split_backward == "early" else []
+    options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     return " ".join([candidate.schedule, *options])
@@ -130,7 +130,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
         (own.ranks > chosen.ranks, "more ranks"),
         (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
         (best_rules.flushes and not rules.flushes, "older weights"),
-        (is_planned(chosen.schedule) and not is_planned(own.schedule), "more programs"),
+        (chosen.has_whole_backwards and not own.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),
     )
     return "as fast, " + next((what for holds, what in reasons if holds), "no better")

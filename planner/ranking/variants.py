@@ -1,12 +1,14 @@
 """Plans with several stages on a rank, or with backwards in two halves, made from the best plans that have neither.
 
-The search over all cuts is for one stage on each rank. What interleaving and split backwards gain depends little on the cut, so the best
-cuts of `pipedream_flush` are taken, for a few microbatch sizes, widths and recomputations, and cut on into equal chunks. Each such plan is
-simulated, for these schedules have no closed form.
+The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
+the cut, so the best cuts of `pipedream_flush` are taken, for a few microbatch sizes, widths and recomputations, and cut on into equal
+chunks; and of the schedules that can send gradients early, their own best plans, where links cost time. Each such plan is simulated, for
+these have no closed form.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
@@ -19,10 +21,25 @@ from planner.search.candidate import Candidate
 from planner.search.parallel import sweep
 
 BASES = 4  # plans of one stage on each rank that are varied
+EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # of plans that are varied
 MOST_IN_ALL = 60_000  # forwards of all simulations: some seconds
 BASE = "pipedream_flush"
+_SLOW = 0.01  # time of a message, relative to a forward, from which on a link costs something
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What was made of plans.
+
+    Attributes:
+        simulated: the plans with their simulations.
+        left_out: how many were not simulated, because all together would take too long.
+    """
+
+    simulated: dict[Candidate, Simulated]
+    left_out: int
 
 
 def variant_schedules() -> tuple[str, ...]:
@@ -37,9 +54,10 @@ def find_variants(
     *,
     exact: bool = True,
     schedules: Sequence[str] | None = None,
+    planned: Sequence[Candidate] = (),
     all_devices: bool = False,
     global_norm: bool = False,
-) -> dict[Candidate, Simulated]:
+) -> Variants:
     """Plans of these schedules with their simulations.
 
     Args:
@@ -48,50 +66,123 @@ def find_variants(
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
         schedules: those to try, of `variant_schedules`; None: all of them.
+        planned: candidates with whole backwards, the best of which are tried with early gradients, too.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
     """
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
-    found: dict[Candidate, Simulated] = {}
-    if not schedules:
-        return found
-    straight = sorted(sweep(profile, topology, batch, exact=exact, schedules=[BASE]), key=lambda candidate: candidate.rank)
-    straight = [c for c in straight if c.microbatches <= MOST_MICROBATCHES and (not all_devices or c.devices == topology.num_devices)]
-    spent = 0
-    for base in _bases(straight):
-        for candidate in _variants(profile, topology, base, schedules):
-            plan = candidate.plan(profile.ids)
-            rules = jpipe.schedules.SCHEDULES[candidate.schedule]
-            if (global_norm or profile.shared) and rules.norm_refusal(plan):
-                continue
-            spent += forwards(plan)
-            if spent > MOST_IN_ALL:
-                return found
-            costs = profile.stage_costs(plan, candidate.rows)
-            known = simulated(plan, costs, topology, global_norm)
-            if known is not None:
-                found[_priced(candidate, plan, costs, known, topology)] = known
-    return found
+    straight = sweep(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
+    run = _Variants(profile, topology, schedules, global_norm)
+    for candidate in _early_bases(_usable(planned, topology, all_devices)):
+        run.add(run.early(candidate))
+    for base in _bases(_usable(straight, topology, all_devices)):
+        run.add(run.of_ranks(base))
+    return Variants(run.found, run.left_out)
+
+
+def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
+    """Those of several stages that may be varied, best first."""
+    several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
     """The best plans that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
-        if candidate.depth > 1:
-            best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+        best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return list(best.values())[:BASES]
 
 
-def _variants(profile: Profile, topology: Topology, base: Candidate, schedules: Sequence[str]) -> Iterator[Candidate]:
-    """Legal plans of these schedules on the ranks of a plan."""
-    for name in schedules:
-        rules = jpipe.schedules.SCHEDULES[name]
-        if "order" in rules.options:
-            yield from _ordered(profile, topology, base, name)
-            continue
-        for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
-            yield from _chunked(profile, base, name, chunks)
+def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
+    """The best plans of each schedule that can send gradients early, which differ in more than their cut."""
+    best: dict[str, dict[tuple[object, ...], Candidate]] = {}
+    for candidate in planned:
+        if "split_backward" in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
+            own = best.setdefault(candidate.schedule, {})
+            own.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+    return [candidate for own in best.values() for candidate in list(own.values())[:EARLY]]
+
+
+class _Variants:
+    """Makes plans, and simulates them while they are few enough.
+
+    Attributes:
+        found: plans with their simulations.
+        left_out: how many were not simulated.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:
+        self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
+        self.found: dict[Candidate, Simulated] = {}
+        self.left_out = 0
+        self._spent = 0
+
+    def add(self, candidates: Iterator[Candidate]) -> None:
+        """Simulate plans that `affords` has let pass."""
+        for candidate in candidates:
+            plan = candidate.plan(self.profile.ids)
+            costs = self.profile.stage_costs(plan, candidate.rows)
+            known = simulated(plan, costs, self.topology, self.global_norm)
+            if known is not None:
+                self.found[_priced(candidate, plan, costs, known, self.topology)] = known
+
+    def affords(self, plan: jpipe.Plan) -> bool:
+        """Whether a plan is among those to simulate; where there are too many, smaller ones still are."""
+        if self._spent + forwards(plan) > MOST_IN_ALL:
+            self.left_out += 1
+            return False
+        self._spent += forwards(plan)
+        return True
+
+    def _refuses(self, plan: jpipe.Plan) -> bool:
+        """Whether the schedule of a plan cannot do what the model or its optimizer needs."""
+        return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
+
+    def early(self, base: Candidate) -> Iterator[Candidate]:
+        """A plan with its backwards in two halves, without more microbatches in flight and with as many as it has, if a link costs time."""
+        plan = base.plan(self.profile.ids)
+        if self._refuses(plan):
+            return
+        costs = self.profile.stage_costs(plan, base.rows)
+        if _message_seconds(plan, costs, self.topology) <= _SLOW * max(cost.forward for cost in costs):
+            return
+        for extra in sorted({0, base.extra_in_flight}):
+            candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
+            if self.affords(candidate.plan(self.profile.ids)):
+                yield candidate
+
+    def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
+        """Legal plans of the schedules on the ranks of a plan."""
+        for name in self.schedules:
+            rules = jpipe.schedules.SCHEDULES[name]
+            if "order" in rules.options:
+                yield from self._ordered(base, name)
+                continue
+            for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
+                for candidate in _chunked(self.profile, base, name, chunks):
+                    plan = candidate.plan(self.profile.ids)
+                    if not self._refuses(plan) and self.affords(plan):
+                        yield candidate
+
+    def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
+        """Plans with an order made for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
+        for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
+            for candidate in _chunked(self.profile, base, like, chunks):
+                plan = candidate.plan(self.profile.ids)
+                costs = self.profile.stage_costs(plan, candidate.rows)
+                latency = _message_seconds(plan, costs, self.topology)
+                for limit in (base.depth * chunks, 2 * base.depth * chunks):
+                    if self.affords(plan):
+                        order = jpipe.schedules.greedy_order(plan, costs, limits=limit, latency=latency)
+                        yield dataclasses.replace(candidate, schedule=schedule, order=order, order_limit=limit)
+
+
+def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+    """How long the slowest message between the first replicas of neighbouring stages on other ranks takes."""
+    link, first = network(plan, topology), [plan.rank_of[workers[0]] for workers in plan.stage_workers]
+    crossed = [(link(first[s], first[s + 1]), costs[s].outputs) for s in range(plan.depth - 1) if first[s] != first[s + 1]]
+    return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
 
 def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> Iterator[Candidate]:
@@ -117,25 +208,12 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
     yield candidate
 
 
-def _ordered(profile: Profile, topology: Topology, base: Candidate, schedule: str) -> Iterator[Candidate]:
-    """Plans with an order made for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
-    for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
-        for candidate in _chunked(profile, base, like, chunks):
-            plan = candidate.plan(profile.ids)
-            costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
-            between = range(len(plan.rank_stages) - 1)
-            latency = max((link(p, p + 1).latency + costs[p].outputs / link(p, p + 1).bandwidth for p in between), default=0.0)
-            for limit in (base.depth * chunks, 2 * base.depth * chunks):
-                order = jpipe.schedules.greedy_order(plan, costs, limits=limit, latency=latency)
-                yield dataclasses.replace(candidate, schedule=schedule, order=order)
-
-
 def _priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
 ) -> Candidate:
     """The candidate with its simulation's numbers."""
-    width, limit = candidate.replicas[0], topology.device.memory
-    memory = tuple(max(known.peak_bytes[p * width : (p + 1) * width]) for p in range(candidate.ranks))
+    limit, peaks = topology.device.memory, list(zip(plan.rank_places, known.peak_bytes, strict=True))
+    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.rank_stages)))
     worst = max(range(len(memory)), key=memory.__getitem__)
     busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.rank_stages]
     return dataclasses.replace(

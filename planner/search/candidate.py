@@ -29,6 +29,8 @@ class Candidate:
         update_every: as in `jpipe.Plan`.
         chunks: how many stages each rank runs.
         order: as in `jpipe.Plan`.
+        order_limit: as in `jpipe.Plan`, the limit for which the order was made.
+        split_backward: as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -48,6 +50,8 @@ class Candidate:
     update_every: Literal["batch", "replicas"] = "batch"
     chunks: int = 1
     order: tuple[str, ...] | None = None
+    order_limit: int | None = None
+    split_backward: Literal["joint", "early"] = "joint"
 
     @property
     def depth(self) -> int:
@@ -76,8 +80,13 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Schedule, replicas of each stage, chunks, and what is kept together: what plans that differ only in sizes have in common."""
-        return self.schedule, self.update_every, self.replicas, self.keep_together, self.chunks
+        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, what is together, chunks."""
+        return self.schedule, self.split_backward, self.update_every, self.replicas, self.keep_together, self.chunks
+
+    @property
+    def has_whole_backwards(self) -> bool:
+        """Whether the schedule is one of those that are searched over all cuts, and its backwards are not cut in two."""
+        return is_planned(self.schedule) and self.split_backward == "joint"
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -88,7 +97,7 @@ class Candidate:
             self.ranks,
             self.chunks,
             not schedule.flushes,
-            not is_planned(self.schedule),
+            not self.has_whole_backwards,
             max(self.memory),
             self.batch,
             self.extra_in_flight,
@@ -128,6 +137,8 @@ class Candidate:
             update_every=self.update_every,
             ranks=None if self.chunks == 1 else self._ranks,
             order=self.order,
+            order_limit=self.order_limit,
+            split_backward=self.split_backward,
         )
 
     @property

@@ -103,7 +103,7 @@ def main(
         raise nothing_fits(found.choice)
     _report(reporter, found.choice, confirmed, batch)
     if explain:
-        _say_why(reporter, found.choice)
+        _say_why(reporter, found)
         for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, files, found)
@@ -217,10 +217,13 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     return table.size(chosen.memory[p]) + estimate
 
 
-def _say_why(reporter: Reporter, choice: Choice) -> None:
+def _say_why(reporter: Reporter, found: Found) -> None:
     """Hold the chosen plan against the best of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
-    reporter.table(table.WHY_HEAD, table.why_chosen(choice, SHOWN), table.WORDS)
+    reporter.table(table.WHY_HEAD, table.why_chosen(found.choice, SHOWN), table.WORDS)
+    if found.left_out:
+        many = f"{count(found.left_out, 'plan')} with chunks or split backwards left out"
+        reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
 def _write(reporter: Reporter, files: Files, found: Found) -> None:

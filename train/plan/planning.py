@@ -73,11 +73,13 @@ class Found:
         choice: the ranking.
         candidates: all that were considered, as estimated.
         known: what simulating or compiling said of some of them.
+        left_out: how many plans with chunks or split backwards were not simulated, because all together would take too long.
     """
 
     choice: Choice
     candidates: tuple[Candidate, ...]
     known: dict[Candidate, Ranked]
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     planned = tuple(filter(is_planned, schedules))
     found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=request.pipedream or "batch")
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm}
-    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, **options)
-    found += list(variants)
+    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
+    found += list(variants.simulated)
     if why_one_stage:
         found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
         if not found:
@@ -242,8 +244,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     if len(candidates) < len(used):
         many = count(len(used) - len(candidates), "candidate")
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
-    known = {candidate: Ranked(candidate, variants[candidate]) for candidate in candidates if candidate in variants}
-    return Found(choose(profile, topology, candidates, global_norm=global_norm, tried=known), tuple(candidates), known)
+    known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
+    choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
+    return Found(choice, tuple(candidates), known, variants.left_out)
 
 
 def _norm_refusal(plan: jpipe.Plan) -> str:
@@ -284,7 +287,7 @@ def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], Non
             rest = [own[other] for other in left if other.kind != candidate.kind]
             others = choose(choice.profile, choice.topology, rest, global_norm=choice.global_norm, tried=known)
             first = dataclasses.replace(others, ranked=(confirmed.ranked, *others.ranked), considered=choice.considered)
-            return Found(first, found.candidates, known), confirmed
+            return dataclasses.replace(found, choice=first, known=known), confirmed
         report(hopeful[0], confirmed)
         lacking = confirmed.lacking or 0.0
         smaller = set(smaller_than(candidate, left))

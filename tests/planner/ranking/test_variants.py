@@ -1,16 +1,18 @@
 """Plans with several stages on a rank, or with split backwards: legal, priced as simulated, and chosen where they are the fastest."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 import jpipe
 from planner.cost.shape import planned_schedules
-from planner.cost.simulated import simulated
-from planner.ranking import table
+from planner.cost.simulated import forwards, simulated
+from planner.ranking import table, variants
 from planner.ranking.choose import Ranked, choose
 from planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
 from planner.search.candidates import find_candidates
+from tests.jpipe.schedules.pricing import most_held, order_of
 from tests.planner.search.test_parallel import gpt, levels
 
 FAST = levels((4, 1e9, 0.0))
@@ -19,7 +21,7 @@ FAST = levels((4, 1e9, 0.0))
 @pytest.mark.slow
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
-    found = find_variants(gpt(14), FAST, 8, all_devices=True)
+    found = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
     assert {candidate.schedule for candidate in found} == set(variant_schedules())
     assert {candidate.chunks for candidate in found} == set(range(1, MOST_CHUNKS + 1))
     assert {candidate.devices for candidate in found} == {4}
@@ -27,21 +29,24 @@ def test_every_schedule_is_searched_in_one_way_or_the_other():
 
 @pytest.mark.slow
 def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
-    profile, found = gpt(6), find_variants(gpt(6), levels((4, 20_000.0, 0.02)), 8)
+    profile, slow = gpt(6), levels((4, 20_000.0, 0.02))
+    found = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
+    assert {candidate.split_backward for candidate in found} == {"joint", "early"}
     assert len(found) > 20
     for candidate, known in itertools.islice(found.items(), 0, None, 7):
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
-        again = simulated(plan, costs, levels((4, 20_000.0, 0.02)))
+        again = simulated(plan, costs, slow)
         assert (candidate.seconds, candidate.bubble) == (again.batch_seconds, again.bubble) == (known.batch_seconds, known.bubble)
         assert len(candidate.memory) == len(plan.rank_stages) == candidate.ranks
         assert max(candidate.memory) == max(again.peak_bytes)
 
 
 def ranking(profile, topology, batch, schedules=None):
-    candidates, variants = find_candidates(profile, topology, batch), find_variants(profile, topology, batch, schedules=schedules)
-    everything = [*candidates, *variants]
-    return choose(profile, topology, everything, tried={candidate: Ranked(candidate, known) for candidate, known in variants.items()})
+    candidates = find_candidates(profile, topology, batch)
+    found = find_variants(profile, topology, batch, schedules=schedules, planned=candidates).simulated
+    tried = {candidate: Ranked(candidate, known) for candidate, known in found.items()}
+    return choose(profile, topology, [*candidates, *found], tried=tried)
 
 
 def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_of_those_that_flush():
@@ -64,7 +69,7 @@ def test_chunks_gain_nothing_without_a_flush():
 
 def test_plans_that_do_not_fit_are_told_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
-    found = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"])
+    found = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
     assert any(candidate.over for candidate in found)
     for candidate in found:
         assert (candidate.over is not None) == (max(candidate.memory) > 100_000)
@@ -81,6 +86,80 @@ def test_why_a_plan_was_chosen_is_told():
         assert row[-1].startswith("as fast, ") or "% slower" in row[-1]
     assert all(len(row) == len(table.WHY_HEAD) for row in rows)
     assert any(", " in row[4] for row in rows), "the memory of each rank"
+
+
+def straight_pipelines(schedule, latency, **fields):
+    """Equal layers on four ranks with such links, joint without more microbatches in flight, and what is made of that: a ranking."""
+    profile, topology = gpt(4, sizes=(1,)), levels((4, 1e12, latency))
+    layers = [layer.model_copy(update={"at": tuple(at.model_copy(update=fields) for at in layer.at)}) for layer in profile.layers[1:-1]]
+    profile = profile.model_copy(update={"layers": tuple(layers)})
+    candidates = find_candidates(profile, topology, 16, schedules=[schedule])
+    joint = [candidate for candidate in candidates if candidate.depth == 4 and not candidate.extra_in_flight]
+    early = find_variants(profile, topology, 16, schedules=[], planned=joint).simulated
+    assert {candidate.split_backward for candidate in early} <= {"early"}
+    tried = {candidate: Ranked(candidate, known) for candidate, known in early.items()}
+    return choose(profile, topology, [*joint, *early], tried=tried)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
+    """A backward for weights takes a second, so that messages of 0.4 seconds arrive in time; whole backwards wait for them."""
+    choice = straight_pipelines(schedule, 0.4)
+    first, second = choice.ranked
+    assert (first.candidate.split_backward, first.candidate.extra_in_flight) == ("early", 0)
+    assert (second.candidate.split_backward, second.candidate.extra_in_flight) == ("joint", 0)
+    if schedule != "pipedream_flush":  # nobody waits; a backward in two halves has a program, and its dispatch, more
+        assert first.seconds == pytest.approx(16 * 3, rel=0.02)
+    rows = table.why_chosen(choice, 2)
+    assert [row[0] for row in rows] == [f"{schedule} early", schedule]
+    assert rows[0][-1] == "chosen"
+    assert "% slower" in rows[1][-1]
+    assert choice.plan(first).split_backward == "early"
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_early_gradients_do_not_win_where_nothing_is_to_hide(schedule):
+    """Without weights to compute the gradient is no earlier; then whole backwards are as fast, with fewer programs."""
+    choice = straight_pipelines(schedule, 0.4, backward_weight=0.0)
+    assert [one.candidate.split_backward for one in choice.ranked] == ["joint", "early"]
+    assert table.why_chosen(choice, 2)[1][-1] == "as fast, more programs"
+    assert [one.candidate.split_backward for one in straight_pipelines(schedule, 0.0).ranked] == ["joint"], "not tried with free links"
+
+
+def test_early_gradients_with_unequal_replicas_have_the_memory_of_each_rank():
+    profile, slow = gpt(4, sizes=(1,)), levels((4, 1e12, 0.4))
+    joint = next(c for c in find_candidates(profile, slow, 16, schedules=["pipedream"]) if c.depth == 3 or c.depth == 4)
+    uneven = dataclasses.replace(joint, starts=(0, 3, 4), replicas=(2, 1, 1), policies=("none",) * 3, extra_in_flight=0)
+    (candidate,) = find_variants(profile, slow, 16, schedules=[], planned=[uneven]).simulated
+    plan = candidate.plan(profile.ids)
+    peaks = simulated(plan, profile.stage_costs(plan, 1), slow).peak_bytes
+    assert candidate.memory == (max(peaks[:2]), peaks[2], peaks[3])
+
+
+def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monkeypatch):
+    two = ["zb_h1", "interleaved_1f1b"]
+    whole = find_variants(gpt(6), FAST, 8, schedules=two)
+    assert whole.left_out == 0
+    most = sorted(forwards(candidate.plan(gpt(6).ids)) for candidate in whole.simulated)
+    monkeypatch.setattr(variants, "MOST_IN_ALL", sum(most) - 1)
+    less = find_variants(gpt(6), FAST, 8, schedules=two)
+    assert less.left_out >= 1
+    assert set(less.simulated) < set(whole.simulated)
+    assert len(less.simulated) + less.left_out == len(whole.simulated)
+    monkeypatch.setattr(variants, "MOST_IN_ALL", most[0])
+    least = find_variants(gpt(6), FAST, 8, schedules=two)
+    assert [forwards(candidate.plan(gpt(6).ids)) for candidate in least.simulated] == [most[0]], "not the first one, but one that may be"
+
+
+def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
+    found = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
+    assert {candidate.order_limit // candidate.depth for candidate in found} == {1, 2}
+    for candidate in found:
+        plan = candidate.plan(gpt(6).ids)
+        assert plan.order_limit == candidate.order_limit
+        held = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.ranks)]
+        assert max(held) <= plan.order_limit
+        assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit
 
 
 @pytest.mark.parametrize("flag", ["backward_weight", "stash"])

@@ -13,6 +13,7 @@ from rich.console import Console
 import jpipe
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.ranking import variants
 from train import cli
 from train.console.progress import Reporter
 from train.plan import auto, planning
@@ -69,6 +70,16 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert plan.predicted is not None
     assert plan.predicted.batch_seconds == pytest.approx(3 * 2 * 0.03, rel=0.01)
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
+    arguments = "tiny.yaml", *BOTH, "--schedules=pipedream_flush,zb_h1,zb_h2", "--explain"
+    assert "left out" not in planned(capsys, *arguments)
+    monkeypatch.setattr(variants, "MOST_IN_ALL", 0)
+    assert re.search(
+        r"\d plans with chunks or split backwards left out: simulating them all would take too long; fewer --schedules or a smaller",
+        planned(capsys, *arguments).replace("\n", " "),
+    )
 
 
 def test_on_a_narrow_terminal_the_table_goes_on_below():

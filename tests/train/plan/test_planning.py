@@ -75,7 +75,8 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     monkeypatch.setattr(planning, "MOST_MICROBATCHES", 4)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
     found = search(profile(), TWO, 8, Request(), False, reporter)
-    everything = [*find_candidates(profile(), TWO, 8), *find_variants(profile(), TWO, 8)]
+    planned = find_candidates(profile(), TWO, 8)
+    everything = [*planned, *find_variants(profile(), TWO, 8, planned=planned).simulated]
     assert {candidate.rows for candidate in everything} == {1, 2}
     left_out = sum(candidate.rows == 1 for candidate in everything)
     assert told.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
