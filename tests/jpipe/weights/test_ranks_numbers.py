@@ -65,10 +65,21 @@ TRIED = 2
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [*models.OTHERS, "pipedream", "pipedream_2bw"])
 def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
-    plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]
+    plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]  # the next test has more stages
     assert len(plans) > 6
     for plan in random.Random(schedule).sample(plans, TRIED):
         check(plan, drain_after={2})
+
+
+MANY = [("interleaved_1f1b", 4, 2, 5), ("interleaved_zero_bubble", 4, 3, 6), ("pipedream_2bw", 4, 2, 6), ("pipedream_2bw", 5, 2, 9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "ranks", "chunks", "m"), MANY)
+def test_numbers_of_eight_to_twelve_stages_are_those_of_the_reference(schedule, ranks, chunks, m):
+    plan = plan_of(schedule, ranks, chunks, m)
+    assert 8 <= plan.depth <= 12
+    check(plan, drain_after={2})
 
 
 @pytest.mark.slow
