@@ -78,8 +78,8 @@ def draw_asynchronous() -> None:
         "pipedream_2bw with split_backward: early": {"split_backward": "early"},
         "pipedream_2bw, 2 chunks": {"chunks": 2},
     }
-    timelines = {name: timeline(name.split()[0].strip(","), 2, 8, **options) for name, options in names.items()}
-    title = "Schedules without a flush: two batches of eight microbatches on four ranks, from an empty pipeline to an empty one"
+    timelines = {name: timeline(name.split()[0].strip(","), 2, 6, **options) for name, options in names.items()}
+    title = "Schedules without a flush: two batches of six microbatches on four ranks, from an empty pipeline to an empty one"
     jpipe.draw_timeline(timelines, title=title, unit="forwards").savefig(FOLDER / "asynchronous.png")
     timelines = {name: timeline(name.split()[0], 3, 4, **names[name]) for name in list(names)[:3]}
     title = "Which weights a microbatch reads: three batches of four microbatches on four ranks, no flush"
