@@ -46,6 +46,7 @@ class StageCost:
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
+        squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the stage before keeps, too. If both are on one rank, they are there once.
     """
@@ -68,6 +69,7 @@ class StageCost:
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
+    squares: int = 0
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
 

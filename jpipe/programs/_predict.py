@@ -210,6 +210,9 @@ class Predictor:
         elif i.message == "gradient":
             size, arrives = worker.cost.gradient, peer.cost.message
             worker.memory.add(-size)
+        elif i.message == "squares":
+            size, arrives = 0, self._squares_bytes(worker.stage)  # too little to take time beyond the latency
+            worker.memory.add(-arrives)
         elif i.message == "shared":
             size = arrives = self._shared_bytes(worker.stage, peer.stage)
         else:
@@ -256,10 +259,18 @@ class Predictor:
         sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
+    def _squares_bytes(self, s: int) -> int:
+        """The size of the sums of squares of a stage and all later ones, which stage s sends on."""
+        return sum(self._workers[workers[0]].cost.squares for workers in self._plan.stage_workers[s:])
+
     def _sum_squares(self, worker: "_Worker", i: SumSquares) -> None:
         k = last_microbatch(self._plan, i.batch)
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
-        worker.wait(worker.ready.pop(("squares", k), 0.0))
+        if ("squares", k) in worker.ready:
+            worker.wait(worker.ready.pop(("squares", k)))
+            worker.memory.add(-self._squares_bytes(worker.stage + 1))
+        if worker.stage > 0:
+            worker.memory.add(self._squares_bytes(worker.stage))
         worker.ready["squares" if worker.stage > 0 else "norm", k] = worker.rank.clock
 
     def _update(self, worker: "_Worker", i: Update) -> None:

@@ -331,9 +331,11 @@ class _Worker:
         held, update = self.held, i.batch + self.version_shift
         accumulators = self.complete(update)
         later = arrived(held.buffers.pop(("squares", update), ()))
-        held.squares = (self.calls["sum_squares"](accumulators), *later)
+        squares = self.calls["sum_squares"](accumulators), *later
         if self.functions.first:
-            held.buffers["norm", update] = self.calls["norm"](held.squares)
+            held.buffers["norm", update] = self.calls["norm"](squares)
+        else:
+            held.squares = squares
 
     def send(self, i: Send) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift

@@ -37,6 +37,7 @@ def measure_bytes(functions: StageFunctions, recomputes: bool, splits: bool = Fa
         optimizer=nbytes(f.optimizer_spec),
         state=nbytes(specs.state),
         accumulators=nbytes(f.accumulators_spec),
+        squares=nbytes(f.squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([f.accumulators_spec["gradients"][name] for name in names]) if f.number in stages else 0
             for stages, names in f.sharing.groups

@@ -161,6 +161,20 @@ def test_measured_peak_of_skipping_batches_is_predicted():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "fields"),
+    [("pipedream_2bw", {}), ("pipedream_2bw", {"replicas": 2}), ("interleaved_1f1b", {"chunks_per_rank": 2}), ("zb_h1", {})],
+    ids=["2bw", "replicas", "chunks", "flush"],
+)
+def test_measured_peak_of_clipping_many_layers_is_predicted(schedule, fields):
+    """The sums of squares are two numbers for each layer, on their way from the last stage to the first."""
+    layers = {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | {f"dense{n}": LINEAR.layers["a"] for n in range(31)}
+    plan, stack = Plan.even(list(layers), 4, schedule, 2 * MICROBATCHES, **fields), LayerStack(layers)
+    measured, predicted = measured_and_predicted(plan, stack, clip_global_norm=1.0)
+    np.testing.assert_allclose(measured, predicted, atol=64)
+
+
+@pytest.mark.slow
 def test_measured_peak_of_clipping_with_masters_is_predicted():
     """The last stage's second accumulators, in float32, are larger than its older version, in bfloat16, and make its peak."""
     plan, options = Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), {"precision": MASTERS}
