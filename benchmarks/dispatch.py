@@ -18,8 +18,7 @@ STAGES, MICROBATCHES, STEPS, REPEATS = 4, 8, 50, 9
 def measure() -> list[dict[str, Any]]:
     """Microseconds per microbatch and per instruction, for each schedule."""
     rows = []
-    for name in SCHEDULES:
-        plan = Plan.even(_stack().ids, STAGES, name, MICROBATCHES)
+    for name, plan in plans().items():
         micros = _microbatch_time(plan) * 1e6
         instructions = len(lower(plan, 40).instructions) / 40 / MICROBATCHES
         rows.append({"figure": f"dispatch, {name}: µs per microbatch, {STAGES} stages", "measured": micros, "goal": "<= 500"})
@@ -31,6 +30,12 @@ def measure() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def plans() -> dict[str, Plan]:
+    """A plan of each schedule that makes its order itself."""
+    names = [name for name, rules in SCHEDULES.items() if "order" not in rules.options]
+    return {name: Plan.even(_stack().ids, STAGES, name, MICROBATCHES) for name in names}
 
 
 def _stack() -> LayerStack:

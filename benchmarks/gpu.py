@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedule", default="pipedream_flush", choices=list(jpipe.schedules.SCHEDULES), help="default: %(default)s")
+    parser.add_argument("--schedule", default="pipedream_flush", choices=list(_schedules()), help="default: %(default)s")
     parser.add_argument("--stages", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=16, help="of a batch (default: %(default)s)")
     parser.add_argument("--rows", type=int, help=f"sequences of a microbatch (default: {GPU.rows})")
@@ -69,6 +69,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak", type=float, help="peak FLOP/s of the GPU, if this program does not know it")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     return parser.parse_args(arguments)
+
+
+def _schedules() -> Iterator[str]:
+    """Those with a stage on each rank whose order is not data of the plan."""
+    for name, rules in jpipe.schedules.SCHEDULES.items():
+        if rules.layout != "v" and "order" not in rules.options:
+            yield name
 
 
 def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], list[float]]:

@@ -13,13 +13,14 @@ import optax
 import pytest
 
 import jpipe
-from benchmarks import gpt, gpu, recipes
+from benchmarks import dispatch, gpt, gpu, recipes
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
+from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 
@@ -52,6 +53,22 @@ def quickly_compiled():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def test_dispatch_is_measured_for_every_schedule_that_makes_its_order():
+    plans = dispatch.plans()
+    assert set(jpipe.schedules.SCHEDULES) - set(plans) == {"auto_zero_bubble"}
+    for plan in plans.values():
+        assert jpipe.lower(plan, 2).instructions
+
+
+def test_plans_that_are_measured_here_have_a_rank_for_each_process():
+    plans = [plan for plan, _ in legal_plans(2)]
+    assert {plan.schedule for plan in plans} >= {"pipedream_flush", "pipedream", "pipedream_2bw", "gpipe", "naive"}
+    assert {len(plan.rank_workers) for plan in plans} == {2}
 
 
 # Rates --------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
 from benchmarks.programs import Program, ProgramFailed, free_port, python_module
+from planner.cost.shape import is_planned
 from planner.cost.simulated import Simulated, simulated
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
@@ -91,7 +92,7 @@ def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
     for depth in range(1, min(workers, len(ids)) + 1):
         splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
         cuts = list(itertools.combinations(range(1, len(ids)), depth - 1))
-        for rows, replicas, cut, schedule in itertools.product(SIZES, splits, cuts, jpipe.schedules.SCHEDULES):
+        for rows, replicas, cut, schedule in itertools.product(SIZES, splits, cuts, filter(is_planned, jpipe.schedules.SCHEDULES)):
             if (depth == 1 and schedule != "pipedream_flush") or (len(set(replicas)) > 1 and schedule not in UNEVEN):
                 continue
             starts = (0, *cut, len(ids))
