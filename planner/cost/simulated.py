@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import jpipe
-from planner.cost.bound import computing_seconds, port_seconds, unhindered_seconds
-from planner.cost.shape import is_planned
+from planner.cost.bound import computing_seconds, has_bounds, port_seconds, unhindered_seconds
 from planner.machine.topology import Topology
 
 MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
@@ -52,7 +51,7 @@ def simulated(
     link, shown = network(plan, topology), first + batches + 1
     prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
     seconds = _measured(plan, prediction.timeline)
-    if is_planned(plan.schedule) and plan.depth == len(plan.rank_stages) and plan.split_backward == "joint":  # there are bounds
+    if has_bounds(plan):
         seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))
     if topology.cores is not None:
         cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)

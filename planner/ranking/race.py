@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import jpipe
-from planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
+from planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
 from planner.cost.simulated import MOST_FORWARDS, forwards, network, window
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
@@ -99,7 +99,7 @@ class Race:
         """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
         candidate = self._candidates[entry.place]
         outcome = self._known.get(candidate)
-        if outcome is None and entry.bounds < len(_BOUNDS):
+        if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate)[0]):
             seconds = self._bound(candidate, entry.bounds) / candidate.batch
             heapq.heappush(self._queue, _Entry(max(seconds, entry.a_row), entry.place, entry.bounds + 1))
             return

@@ -277,6 +277,7 @@ def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], Non
     most = None if limit is None else (1 + _NEAR) * limit
     roomy = choice.topology.model_copy(update={"device": choice.topology.device.model_copy(update={"memory": most})})
     own = {_hoped(candidate, _NEAR * (limit or 0)): candidate for candidate in found.candidates}  # the candidate that each of them was
+    known |= {hoped: dataclasses.replace(known[candidate], candidate=hoped) for hoped, candidate in own.items() if candidate in known}
     left = list(own)
     while hopeful := choose(choice.profile, roomy, left, global_norm=choice.global_norm, tried=known).ranked:
         candidate = hopeful[0].candidate

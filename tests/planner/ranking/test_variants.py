@@ -67,6 +67,17 @@ def test_chunks_gain_nothing_without_a_flush():
     assert any(one.candidate.chunks > 1 for one in own)
 
 
+def test_plans_of_chunks_that_nobody_simulated_are_simulated():
+    """The bounds by which others are left out hold for one stage on each rank only."""
+    profile = gpt(8, sizes=(1,))
+    found = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
+    assert any(candidate.chunks > 1 for candidate in found)
+    ranked = choose(profile, FAST, found).ranked
+    fastest = min(found, key=lambda candidate: candidate.seconds / candidate.batch)
+    assert ranked[0].seconds == pytest.approx(found[fastest].batch_seconds)
+    assert all(one.simulated is not None for one in ranked)
+
+
 def test_plans_that_do_not_fit_are_told_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
     found = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
