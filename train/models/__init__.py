@@ -1,1 +1,0 @@
-"""The built-in models, each a `jpipe.LayerStack` of Flax NNX layers."""
