@@ -1,5 +1,6 @@
 """Flax modules as users write them: the same numbers as with Flax alone, and a message where that cannot be."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -247,9 +248,14 @@ def called_back(x: jax.Array) -> jax.Array:
 
 
 def unknown(name: str, default: Any) -> linen.Module:
-    scope: dict[str, Any] = {"default": default}
-    exec(f"def call(self, x, {name}=default): return x", scope)
-    return type("Odd", (linen.Module,), {"__call__": scope["call"], "__annotations__": {}})()
+    def call(self: Any, x: Any, **_: Any) -> Any:
+        return x
+
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", kinds), inspect.Parameter("x", kinds), inspect.Parameter(name, kinds, default=default)]
+    )
+    return type("Odd", (linen.Module,), {"__call__": call, "__annotations__": {}})()
 
 
 @pytest.mark.parametrize(
