@@ -4,7 +4,7 @@ import re
 import reprlib
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -148,6 +148,8 @@ class LossConfig(OwnCode):
     The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
     at once; "auto": all at once where there are few symbols.
     """
+
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
 
@@ -334,8 +336,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _chunks_are_of_logits(self) -> "Config":
-        if self.model.target is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError("loss.chunk would mean nothing beside model.target: it is for the logits of the built-in models; leave it out")
+        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if own is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
         return self
 
     @model_validator(mode="after")
