@@ -7,28 +7,12 @@ import pytest
 from flax import nnx
 
 import jpipe
+from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
 from train.config.model_config import ModelConfig, RopeScaling
 from train.config.presets import PRESETS
 from train.models import transformer
 from train.models.attention import frequencies, positions_of, rotated
 from train.models.layers import layers
-
-SMALL = {"depth": 2, "width": 16, "heads": 2, "seq_len": 8}
-LLAMA = {"positions": "rope", "norm": "rms", "activation": "silu", "gated_mlp": True, "bias": False, "kv_heads": 1, "init": "normal"}
-
-
-def outputs_of(config: ModelConfig, inputs, params=None, **options):
-    """What the whole model gives in evaluation."""
-    stack = layers(config, **options)
-    params = params_of(stack, inputs) if params is None else params
-    whole = {layer_id: stack.ties.whole(layer_id, params) for layer_id in stack.ids}
-    return stack.apply(stack.ids, whole, {layer_id: {} for layer_id in stack.ids}, inputs, key=None, microbatch=None, train=False)[0]
-
-
-def params_of(stack: jpipe.LayerStack, inputs, seed: int = 0):
-    """Its parameters as a pipeline begins with them: shared ones are entries of their own."""
-    specs = stack.specs(inputs)
-    return stack.ties.split({i: stack.init_layer(i, jax.random.key(seed), spec.x)[0] for i, spec in specs.items()})
 
 
 def test_layers_in_order():
