@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 from jpipe.stages import StandaloneStage
-from tests.train.models.running import SMALL, params_of, trained
+from tests.train.models.running import SMALL, trained
 from train.config.model_config import ModelConfig
 from train.models.cross_entropy import Unprojected, correct, loss, symbols, whole
 from train.models.layers import layers
@@ -47,7 +47,7 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(chunk, by_symb
         *arrays, labels = parts("float64", by_symbol, bias)
         make = in_chunks(chunk, by_symbol, "float64")
         total, weight = loss(make(*arrays), labels)
-        assert weight == (labels >= 0).sum() == 8
+        assert int(weight) == 8
         np.testing.assert_allclose(total, by_hand(*arrays, np.asarray(labels), by_symbol), rtol=1e-13)
         given = tuple(range(3 if bias else 2))
         found = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays), labels)[0], given))(*arrays)
@@ -131,14 +131,14 @@ def largest_array(compiled) -> int:
 # In a pipeline ----------------------------------------------------------------------------------------------------------------
 
 
-SLOW = pytest.mark.slow
+SLOW, BFLOAT16 = pytest.mark.slow, {"compute_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("schedule", "keys", "options"),
     [
         ("zb_h1", {"tied": True}, {}),
-        ("pipedream_flush", {"compute_dtype": "bfloat16"}, {"recompute": "full", "precision": jpipe.Precision(params="bfloat16")}),
+        pytest.param("pipedream_flush", BFLOAT16, {"recompute": "full", "precision": jpipe.Precision(params="bfloat16")}, marks=SLOW),
         pytest.param("gpipe", {"tied": True}, {}, marks=SLOW),
         pytest.param("pipedream_2bw", {"tied": True}, {"recompute": "dots_saveable"}, marks=SLOW),
         pytest.param("pipedream", {}, {}, marks=SLOW),
@@ -168,9 +168,3 @@ def test_a_pipeline_learns_the_same_with_chunks(schedule, keys, options):
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(*(np.asarray(p, np.float32) for p in (one, other)), **near), params, plain_params
     )
-
-
-def test_chunks_change_no_initial_parameter():
-    config = ModelConfig(**SMALL)
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    jax.tree.map(np.testing.assert_array_equal, params_of(layers(config, 4), tokens), params_of(layers(config), tokens))
