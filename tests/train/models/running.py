@@ -1,0 +1,51 @@
+"""Built-in models run as one function, or trained through a pipeline."""
+
+from typing import Any
+
+import jax
+import optax
+
+import jpipe
+from train.config.model_config import ModelConfig
+from train.models.cross_entropy import loss
+from train.models.layers import layers
+
+SMALL = {"depth": 2, "width": 16, "heads": 2, "seq_len": 8}
+LLAMA = {"positions": "rope", "norm": "rms", "activation": "silu", "gated_mlp": True, "bias": False, "kv_heads": 1, "init": "normal"}
+
+
+def outputs_of(config: ModelConfig, inputs: Any, params: Any = None, chunk: int | None = None) -> Any:
+    """What the whole model gives in evaluation."""
+    stack = layers(config, chunk)
+    return applied(stack, params_of(stack, inputs) if params is None else params, inputs)
+
+
+def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
+    """What a model with these parameters gives in evaluation."""
+
+    @jax.jit
+    def forward(params: Any, inputs: Any) -> Any:
+        whole = {layer_id: stack.ties.whole(layer_id, params) for layer_id in stack.ids}
+        state: dict[str, Any] = {layer_id: {} for layer_id in stack.ids}
+        return stack.apply(stack.ids, whole, state, inputs, key=None, microbatch=None, train=False)[0]
+
+    return forward(params, inputs)
+
+
+def params_of(stack: jpipe.LayerStack, inputs: Any, seed: int = 0) -> Any:
+    """Its parameters as a pipeline begins with them: shared ones are entries of their own."""
+    specs = stack.specs(inputs)
+    whole = jax.jit(lambda key: {i: stack.init_layer(i, key, spec.x)[0] for i, spec in specs.items()})(jax.random.key(seed))
+    return stack.ties.split(whole)
+
+
+def trained(stack: jpipe.LayerStack, plan: jpipe.Plan, batches: Any, **options: Any) -> tuple[list[float], Any]:
+    """(loss of each batch, parameters in the end) of training with plain SGD."""
+    pipe = jpipe.Pipeline(stack, plan, loss, optax.sgd(0.5), **options)
+    state, losses = pipe.init(jax.random.key(0), batches[0]), []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
+        losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses += metrics.losses.values()
+    return [float(value) for value in losses], pipe.params(state)

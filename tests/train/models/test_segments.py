@@ -1,0 +1,58 @@
+"""Documents packed into one row are kept apart: in a pipeline they give the loss and the gradients of each in a row of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from tests.train.models.running import LLAMA, SMALL, applied, params_of, trained
+from train.config.model_config import ModelConfig
+from train.models.layers import layers
+
+LENGTHS = (3, 4)  # and one position of padding
+
+
+def rows():
+    """((inputs, labels) with two documents in each row, the same with each document in a row of its own)."""
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 256, (2, 2, 8)).astype(np.int32)
+    segments = np.repeat(np.asarray([[1, 2, 0]], np.int32), (*LENGTHS, 1), axis=1).repeat(2, axis=0)
+    labels[segments == 0] = -1
+    alone = np.zeros((4, 8), np.int32), np.full((4, 8), -1, np.int32)
+    for row in range(2):
+        for number, (begin, length) in enumerate(((0, 3), (3, 4))):
+            for whole, one in zip((tokens, labels), alone, strict=True):
+                one[2 * row + number, :length] = whole[row, begin : begin + length]
+    return ({"tokens": tokens, "segments": segments}, labels), alone
+
+
+@pytest.mark.parametrize("keys", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
+@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
+    packed, alone = rows()
+    found = []
+    for batch in (packed, alone):
+        stack = layers(ModelConfig(**SMALL | {"depth": 1}, **keys))
+        found.append(trained(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), [batch, batch]))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
+    assert found[0][0][1] < found[0][0][0]
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", ["decoder", "bert"])
+def test_nothing_of_one_document_is_in_the_logits_of_another(kind):
+    stack = layers(ModelConfig(**SMALL, kind=kind))
+    ((inputs, _), _) = rows()
+    params = params_of(stack, inputs)
+
+    def logits(inputs):
+        outputs = applied(stack, params, jax.tree.map(jnp.asarray, inputs))
+        return np.asarray(outputs["tokens"] if kind == "bert" else outputs)
+
+    changed = {**inputs, "tokens": inputs["tokens"].copy()}
+    changed["tokens"][:, 1] += 1 - 2 * (changed["tokens"][:, 1] == 255)
+    before, after = logits(inputs), logits(changed)
+    np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
+    assert (before[:, 2] != after[:, 2]).any()
+    assert (before[:, 0] != after[:, 0]).any() == (kind == "bert")  # a decoder does not look ahead
