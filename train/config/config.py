@@ -82,14 +82,64 @@ class _OwnCode(_Section):
         return {key: value for key, value in write(self).items() if key in said}
 
 
+Key = Annotated[str, Field(min_length=1, max_length=256)]
+_ONLY_WITH = {  # which formats a key of `data` is for; elsewhere it would mean nothing
+    "tokenizer": ("text", "prompts"),
+    "end_of_text": ("text", "prompts"),
+    "validation_fraction": ("bytes", "text", "prompts"),
+    "boundaries": ("bytes", "text", "tokens"),
+    "objective": ("text", "tokens"),
+    "too_long": ("tokens", "prompts"),
+    "prompt_key": ("prompts",),
+    "answer_key": ("prompts",),
+}
+
+
 class DataConfig(_OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
-    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.data.own_data`.
+    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
+    and an answer). With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see
+    `train.data.own_data`.
     """
 
+    format: Literal["bytes", "text", "tokens", "prompts"] = "bytes"
     path: FilePath | None = None
+    validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
+    tokenizer: FilePath | None = None
+    end_of_text: Key | None = AUTO
+    boundaries: Literal["keep", "ignore"] | None = None
+    objective: Literal["next", "masked"] = "next"
+    masked_fraction: Fraction = 0.15
+    prompt_key: Key = "prompt"
+    answer_key: Key = "answer"
+    too_long: Literal["refuse", "cut"] = "refuse"
+
+    @model_validator(mode="after")
+    def _keys_fit_the_format(self) -> "DataConfig":
+        if self.target is not None:
+            return self
+        for key, formats in _ONLY_WITH.items():
+            if self._is_changed(key) and self.format not in formats:
+                raise ValueError(f"{key} would mean nothing with format {self.format}: it is for {' and '.join(formats)}; leave it out")
+        if self.path is None and self.format in ("tokens", "prompts"):
+            what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
+            raise ValueError(f"path is missing, format {self.format} has no default; name {what}")
+        if self.tokenizer is None and self.format in ("text", "prompts"):
+            raise ValueError(
+                f"tokenizer is missing, format {self.format} needs one; name a tokenizer.json (jpipe data tokenizer makes one)"
+            )
+        if self.validation_path is not None and self._is_changed("validation_fraction"):
+            raise ValueError("validation_fraction would mean nothing beside validation_path; leave one of them out")
+        if self.objective == "masked" and self.boundaries == "keep":
+            raise ValueError("boundaries keep would mean nothing with objective masked, whose rows are full; leave it out")
+        if self.objective != "masked" and self._is_changed("masked_fraction"):
+            raise ValueError("masked_fraction would mean nothing with objective next; leave it out, or use objective masked")
+        return self
+
+    def _is_changed(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 class TrainConfig(_Section):

@@ -288,7 +288,7 @@ def _texts(line: bytes, keys: Sequence[str], place: str) -> list[str]:
         began = short(line[:60].decode(errors="replace"))
         raise InputError(f"{place}: expected an object of JSON, found {began}: {said}; correct it") from None
     if not isinstance(found, dict):
-        raise InputError(f"{place}: expected an object of JSON such as {{\"{keys[0]}\": …}}, found {type(found).__name__}; correct it")
+        raise InputError(f'{place}: expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}; correct it')
     for key in keys:
         if key not in found:
             raise InputError(f"{place}: expected the key {key!r}, found {short(list(found)[:10])}; correct it, or name another key")
