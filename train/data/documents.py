@@ -6,14 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from jpipe import InputError
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,9 @@ class Shard:
 
     name: str
     size: int
-    tokens: Callable[[], Array]
-    ends: Callable[[], Array] | None = None
-    answers: Callable[[], Array] | None = None
+    tokens: Callable[[], np.ndarray]
+    ends: Callable[[], np.ndarray] | None = None
+    answers: Callable[[], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Documents:
     vocab_size: int
 
     @classmethod
-    def of(cls, tokens: Array, vocab_size: int, ends: Array | None = None, answers: Array | None = None) -> "Documents":
+    def of(cls, tokens: np.ndarray, vocab_size: int, ends: np.ndarray | None = None, answers: np.ndarray | None = None) -> "Documents":
         """Those of arrays in memory."""
         given = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
         return cls([Shard("the text", tokens.size, lambda: tokens, *given)] if tokens.size else [], vocab_size)
@@ -122,7 +119,7 @@ class Documents:
         Raises:
             InputError: positions that do not rise.
         """
-        found: list[tuple[Array, Array, Array]] = []
+        found: list[tuple[np.ndarray, ...]] = []
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None
             assert shard.answers is not None
@@ -131,8 +128,8 @@ class Documents:
             if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
                 raise _disordered(shard.name)
             found.append((begins + start, ends + start, answers + start))
-        starts, ends, answers = zip(*found, strict=True)
-        return np.concatenate(starts), np.concatenate(ends), np.concatenate(answers)
+        columns = list(zip(*found, strict=True))
+        return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
 
     def digest(self) -> str:
         """Of all tokens and ends; for those in memory."""
@@ -153,7 +150,7 @@ class Documents:
         return found
 
 
-def _before(ends: Array, position: int) -> int:
+def _before(ends: np.ndarray, position: int) -> int:
     """How many of the ends are below this position."""
     return int(np.searchsorted(ends, np.asarray(position, ends.dtype)))  # of their own type, else all of them would be converted
 

@@ -124,13 +124,13 @@ class _Memory:
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
-        self._tokens: list[np.ndarray[Any, Any]] = []
+        self._tokens: list[np.ndarray] = []
         self._size = 0
         self._ends: list[int] = []
         self._answers: list[int] = []
         self._places: list[tuple[Path, int]] = []
 
-    def add(self, tokens: np.ndarray[Any, Any]) -> None:
+    def add(self, tokens: np.ndarray) -> None:
         self._tokens.append(tokens.astype(self._dtype))
         self._size += tokens.size
 

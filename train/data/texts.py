@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from train.data import sources
 from train.data.tokenizer import Tokenizer
 
 Format = Literal["text", "jsonl-text", "prompts"]
+Part = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
 _BATCH = 2**22  # characters that are handed to the tokenizer together, for all cores to have some
 _BLOCK = 2**20  # bytes that are read at once
@@ -45,17 +46,18 @@ class Piece(NamedTuple):
     """
 
     text: str
-    part: Literal["text", "prompt", "answer"]
+    part: Part
     last: bool
     held_out: bool
     place: tuple[Path, int]
     size: int
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes documents, in parts."""
 
-    def add(self, tokens: np.ndarray[Any, Any]) -> None:
+    def add(self, tokens: np.ndarray) -> None:
         """More tokens of the document."""
 
     def end(self, answer: int | None, place: tuple[Path, int]) -> None:
@@ -91,7 +93,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         yield from _of_text(file, 0, file.stat().st_size, name in held_out, where)
 
 
-def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray[Any, Any]]]:
+def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Each piece with its tokens; the next are tokenized, by all cores, while these are worked on.
 
     Raises:
@@ -131,9 +133,9 @@ class Assembler:
     def __post_init__(self) -> None:
         self._began = False  # whether a document is under way
         self._some = False  # whether the text that is read gave one
-        self._prompt: np.ndarray[Any, Any] = np.zeros(0, np.uint32)
+        self._prompt: np.ndarray = np.zeros(0, np.uint32)
 
-    def add(self, piece: Piece, tokens: np.ndarray[Any, Any]) -> None:
+    def add(self, piece: Piece, tokens: np.ndarray) -> None:
         """The next piece."""
         if piece.part == "text":
             self._add_text(piece, tokens)
@@ -149,7 +151,7 @@ class Assembler:
         file, line = self.first_empty
         return f"{count(self.empty, 'empty document')} left out, the first is '{file}'" + (f", line {line}" if line else "")
 
-    def _add_text(self, piece: Piece, tokens: np.ndarray[Any, Any]) -> None:
+    def _add_text(self, piece: Piece, tokens: np.ndarray) -> None:
         end = self.tokenizer.end
         # One inside a text ends a document, too.
         parts = [tokens] if end is None else np.split(tokens, np.flatnonzero(tokens == end) + 1)
@@ -170,7 +172,7 @@ class Assembler:
                 self._leave_out(piece)
             self._some = False
 
-    def _add_example(self, piece: Piece, tokens: np.ndarray[Any, Any]) -> None:
+    def _add_example(self, piece: Piece, tokens: np.ndarray) -> None:
         end = () if self.tokenizer.end is None else (self.tokenizer.end,)
         answer = len(self.tokenizer.begin) + self._prompt.size
         if not tokens.size or answer + tokens.size + len(end) < 2:
@@ -180,7 +182,7 @@ class Assembler:
             self._write(piece.held_out, part)
         self._end(piece, answer)
 
-    def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
+    def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray) -> None:
         if len(tokens):
             self.sinks[held_out].add(np.asarray(tokens, np.uint32))
             self.tokens += len(tokens)
@@ -259,8 +261,11 @@ def _next_line(file: Path, start: int) -> int:
 
 
 def _lines(file: Path, form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
-    wanted: tuple[tuple[Literal["text", "prompt", "answer"], str], ...]
-    wanted = (("text", keys.text),) if form == "jsonl-text" else (("prompt", keys.prompt), ("answer", keys.answer))
+    wanted: Sequence[tuple[Part, str]]
+    if form == "jsonl-text":
+        wanted = [("text", keys.text)]
+    else:
+        wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
     number = 0
     with open(file, "rb") as opened:
         while line := opened.readline(_LONGEST_LINE + 1):

@@ -23,9 +23,8 @@ from train.data.documents import Documents, Shard
 from train.data.tokenizer import LARGEST_VOCABULARY
 
 INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-POSITIONS = np.dtype("<u8")
-PARTS = ".bin", ".ends", ".answers"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
 _SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
 _OPEN = 256  # maps at a time, each of which needs a file descriptor
@@ -67,8 +66,8 @@ class Index(_Part):
     @property
     def parts(self) -> tuple[tuple[str, np.dtype[Any]], ...]:
         """The ending and the dtype of each file of a shard."""
-        dtypes = DTYPES[self.dtype], POSITIONS, POSITIONS
-        return tuple(zip(PARTS, dtypes, strict=True))[: 3 if self.kind == "prompts" else 2]
+        found: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
+        return tuple(found[: 3 if self.kind == "prompts" else 2])
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:
@@ -104,7 +103,7 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
     """The documents in these shards, read where they are needed."""
     kept = functools.lru_cache(maxsize=_OPEN)(_opened)
 
-    def opened(shard: ShardFacts, part: int) -> Callable[[], np.ndarray[Any, Any]] | None:
+    def opened(shard: ShardFacts, part: int) -> Callable[[], np.ndarray] | None:
         if part >= len(index.parts) or (part and shard.documents is None):
             return None
         ending, dtype = index.parts[part]
@@ -139,7 +138,7 @@ def _sample(path: Path) -> list[bytes]:
         return [os.pread(file.fileno(), _SAMPLE, max(start, 0)) for start in (0, size // 2 - _SAMPLE // 2, size - _SAMPLE)]
 
 
-def _opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     return np.memmap(path, dtype, mode="r")
 
 
