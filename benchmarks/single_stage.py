@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, keep_freed_memory
-from train.assemble.gpt import gpt, loss
 from train.config.config import ModelConfig
+from train.models.cross_entropy import loss
+from train.models.layers import layers
 
 MODEL = ModelConfig(depth=4, width=256, heads=8, seq_len=128, dropout=0.0, compute_dtype="float32")
 MICROBATCHES, ROWS, REPEATS = 8, 4, 15
@@ -20,7 +21,7 @@ MICROBATCHES, ROWS, REPEATS = 8, 4, 15
 def measure() -> list[dict[str, Any]]:
     """Throughput and peak memory of the one-stage pipeline divided by those of the plain step, measured in turn."""
     keep_freed_memory()  # as in `jpipe train`; it affects both sides
-    stack = gpt(MODEL)
+    stack = layers(MODEL)
     optimizer = optax.adamw(1e-3)
     tokens = np.random.default_rng(0).integers(0, 256, (MICROBATCHES * ROWS, MODEL.seq_len)).astype(np.int32)
     batch = tokens, np.roll(tokens, -1, axis=1)

@@ -12,7 +12,8 @@ import optax
 import jpipe
 from benchmarks.single_stage import MODEL, ROWS
 from jpipe.stages import StandaloneStage
-from train.assemble.gpt import gpt, loss
+from train.models.cross_entropy import loss
+from train.models.layers import layers
 
 REPEATS = 25
 BLOCKS = ("block_1", "block_2")
@@ -37,7 +38,7 @@ def measure() -> list[dict[str, Any]]:
 
 def _stage(recompute: str) -> StandaloneStage:
     """Two blocks in the middle of the model."""
-    stack = gpt(MODEL)
+    stack = layers(MODEL)
     tokens = jax.ShapeDtypeStruct((ROWS, MODEL.seq_len), np.int32)
     optimizer = jpipe.model.LayerwiseOptimizer(optax.adamw(1e-3), {})
     return StandaloneStage(stack, jpipe.Stage(layers=BLOCKS, recompute=recompute), stack.specs(tokens), tokens, loss, optimizer)

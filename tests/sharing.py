@@ -82,7 +82,11 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(pipeline, "measure_bytes", lambda f, recomputes, splits=False: ((f.stage.layers, recomputes, splits), f))
     share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
     # What users name may be another function in the next test: only what is built in is shared.
-    share(model, "layers", lambda config, computes=None: None if config.target else ((repr(config), computes), model.gpt.gpt))
+    share(
+        model,
+        "layers",
+        lambda config, computes=None, chunk=None: None if config.target else ((repr(config), computes, chunk), model.built_in.layers),
+    )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 

@@ -13,10 +13,10 @@ import sklearn.datasets
 from flax import nnx
 
 import jpipe
-from train.assemble import gpt
 from train.config.config import ModelConfig
 from train.data.splits import read_bytes
 from train.data.windows import Windows
+from train.models import cross_entropy, layers
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -48,8 +48,8 @@ def make_gpt() -> Task:
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
     return Task(
-        gpt.gpt(ModelConfig(depth=4, width=64, heads=4, seq_len=SEQ_LEN)),
-        gpt.loss,
+        layers.layers(ModelConfig(depth=4, width=64, heads=4, seq_len=SEQ_LEN)),
+        cross_entropy.loss,
         optax.adam,
         partial(_shuffled, len(train), 8, lambda rows: _stack(train, rows)),
         _stack(held_out, rng.choice(len(held_out), 128, replace=False)),
@@ -65,7 +65,7 @@ def make_digits() -> Task:
     hidden = {f"hidden_{i}": functools.partial(Dense, 64) for i in range(1, 7)}
     return Task(
         jpipe.LayerStack({"in": partial(Dense, 64), **hidden, "out": lambda rngs: nnx.Linear(64, 10, rngs=rngs)}),
-        gpt.loss,
+        cross_entropy.loss,
         partial(optax.sgd, momentum=0.9),
         partial(_shuffled, len(train), 32, lambda rows: (images[train[rows]], labels[train[rows]])),
         (images[held_out], labels[held_out]),

@@ -26,7 +26,7 @@ from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.choose import choose
 from planner.search.candidates import find_candidates
-from train.assemble import gpt
+from train.models import layers
 
 COUNTS = (2, 4)
 SECONDS = 2.5  # that a plan is measured for, at least eight steps
@@ -87,7 +87,7 @@ def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS, every: S
 
 def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
     """All plans of the default GPT on so many workers with the default batch, each with the rows of a microbatch."""
-    ids = gpt.gpt(MODEL).ids
+    ids = layers.layers(MODEL).ids
     for depth in range(1, min(workers, len(ids)) + 1):
         splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
         cuts = list(itertools.combinations(range(1, len(ids)), depth - 1))

@@ -23,8 +23,8 @@ from benchmarks.pipelines import Runner
 from planner.machine.local import local_topology
 from planner.profile.measure import measure
 from planner.profile.profile import Profile
-from train.assemble import gpt
 from train.config.config import ModelConfig
+from train.models import cross_entropy, layers
 from train.report.report import unseen_bytes
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # configs/gpt-bytes.yaml with one block less
@@ -60,24 +60,24 @@ def main(index: int, count: int, port: int) -> None:
 
 def profile() -> Profile:
     """Of the default GPT, on the core of this process."""
-    stack = gpt.gpt(MODEL)
+    stack = layers.layers(MODEL)
 
     def batch(rows: int) -> Any:
         spec = jax.ShapeDtypeStruct((rows, MODEL.seq_len), np.int32)
         return spec, spec
 
-    return measure(stack, batch, gpt.loss, optimizer(), SIZES, seconds=20.0)
+    return measure(stack, batch, cross_entropy.loss, optimizer(), SIZES, seconds=20.0)
 
 
 def _pace() -> Callable[[], float]:
     """A function that runs forward and backward of the whole model for a third of a second, and returns the time of one."""
-    stack, (inputs, labels) = gpt.gpt(MODEL), _batch(SIZES[0])
+    stack, (inputs, labels) = layers.layers(MODEL), _batch(SIZES[0])
     specs = {layer_id: (spec.params, spec.state) for layer_id, spec in stack.specs(inputs).items()}
     params, state = (jax.tree.map(_filled, {layer_id: spec[n] for layer_id, spec in specs.items()}) for n in (0, 1))
 
     def summed(params: Any) -> Any:
         outputs, _ = stack.apply(stack.ids, params, state, inputs, key=None, microbatch=0, train=False)
-        return gpt.loss(outputs, labels)[0]
+        return cross_entropy.loss(outputs, labels)[0]
 
     pass_ = jax.jit(jax.grad(summed))
     jax.block_until_ready(pass_(params))
@@ -98,7 +98,7 @@ def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _batch(rows: int) -> Any:
-    tokens = np.random.default_rng(0).integers(0, gpt.SYMBOLS, (rows, MODEL.seq_len + 1)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (rows, MODEL.seq_len + 1)).astype(np.int32)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -111,7 +111,7 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     """When the steps ended, the sizes of the stages, and the most bytes of each rank here: its arrays as they were seen, and what is
     there only while a program runs."""
     batch = _batch(BATCH)
-    pipe = jpipe.Pipeline(gpt.gpt(MODEL), plan, gpt.loss, optimizer())
+    pipe = jpipe.Pipeline(layers.layers(MODEL), plan, cross_entropy.loss, optimizer())
     runner = Runner(pipe, batch)
     runner(2 * jpipe.programs.batches_until_full(plan) + 2)
     ends = runner(steps)["ends"]

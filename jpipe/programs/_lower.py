@@ -56,8 +56,8 @@ def lower(
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, or the global norm with a schedule that cannot use it.
-        ProgramError: the order of the plan deadlocks; the message ends with the grid up to there.
+        InputError: batches out of order, the global norm with a schedule that cannot use it, or a plan whose own order deadlocks.
+        ProgramError: the order of the schedule deadlocks. The messages of a deadlock end with the grid up to there.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
@@ -161,8 +161,8 @@ class _Run:
         if drain:
             self._drain(end)
 
-    def _deadlock(self, waiting: dict[int, Compute]) -> ProgramError:
-        """The error that shows which computations of which ranks wait for each other."""
+    def _deadlock(self, waiting: dict[int, Compute]) -> ValueError:
+        """The error that shows which computations of which ranks wait for each other; an `InputError` if the order is the plan's own."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
         for i, time in self.listing.computations():
             op, rank, (s, _) = _OPS[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
@@ -170,6 +170,9 @@ class _Run:
             rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
         what = f"{plan.schedule}: the order deadlocks, ranks {list(waiting)} wait for each other"
+        if plan.order is not None:
+            change = "move what they wait for before what waits for it, or make an order with jpipe.schedules.greedy_order"
+            return InputError(f"plan: order: {what}; {change}", *format_grid(rows, notes).split("\n"))
         return ProgramError(f"{what}\n{format_grid(rows, notes)}")
 
     def _ticks(self, op: Op, s: int) -> int:

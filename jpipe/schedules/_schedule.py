@@ -226,7 +226,12 @@ def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
         "looped": "as many stages for each rank, stage s on rank s mod the number of ranks",
         "v": "ranks in a V, an even number of stages, and on rank p of P the stages p and 2P - 1 - p",
     }[schedule.layout]
-    return f"the schedule '{schedule.name}' needs {needs}; found ranks {[list(stages) for stages in found]}; leave out ranks"
+    change = {
+        "straight": "leave out chunks_per_rank and ranks, or use an interleaved schedule",
+        "looped": "leave out ranks, and give chunks_per_rank",
+        "v": "use an even number of stages, and leave out chunks_per_rank and ranks",
+    }[schedule.layout]
+    return f"the schedule '{schedule.name}' needs {needs}; found ranks {[list(stages) for stages in found]}; {change}"
 
 
 def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]) -> Callable[[Shape, int], int]:

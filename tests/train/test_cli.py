@@ -22,9 +22,9 @@ import yaml
 import jpipe
 from jpipe.model._optimizer import find_layerwise
 from train import cli
-from train.assemble import gpt
 from train.checkpoint import run_folder
 from train.config.config import ModelConfig
+from train.models import layers
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS = []
@@ -187,9 +187,9 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 
 
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
-    real = gpt.gpt(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
+    real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
-    monkeypatch.setattr("train.assemble.gpt.gpt", lambda config: jpipe.LayerStack(stack))
+    monkeypatch.setattr("train.models.layers.layers", lambda config, chunk: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message

@@ -33,7 +33,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         jpipe.InputError: something in the config does not fit.
     """
     with named_as_in_the_config(config.plan.file):
-        stack, loss = model.layers(config.model, config.precision.computes), model.loss(config.loss)
+        stack, loss = model.layers(config.model, config.precision.computes, config.logits_chunk), model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)

@@ -1,16 +1,21 @@
 """Labels and tokens that the built-in loss and model have no place for: without a message the loss would only be not a number."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jpipe import InputError
-from train.assemble import gpt
 from train.config.config import Config
 from train.data import data
 from train.data.rows import Batch, Rows
+from train.models import cross_entropy
+
+Limit = tuple[int, int, str]
+"""The least and the largest value that have a place, and what has so many."""
+_NEVER_COUNTED = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -20,34 +25,42 @@ class Checked:
     Attributes:
         batches: of which.
         name: of them, for messages.
-        limits: for inputs and labels how many values there are, and what has so many; None: any will do.
+        limits: for inputs and labels, by the key of an array in them ("" where they are one array).
     """
 
     batches: Any
     name: str
-    limits: tuple[tuple[int, str] | None, tuple[int, str] | None]
+    limits: tuple[dict[str, Limit], dict[str, Limit]]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
         batch = self.batches[index]
-        parts = zip(batch, ("input", "label"), self.limits, strict=True)
-        inputs, labels = (part if limit is None else self._checked(part, index, what, *limit) for part, what, limit in parts)
+        inputs, labels = (
+            jax.tree_util.tree_map_with_path(partial(self._checked, index, what, limits), part)
+            for part, what, limits in zip(batch, ("input", "label"), self.limits, strict=True)
+        )
         return inputs, labels
 
-    def _checked(self, part: Any, index: int, what: str, count: int, why: str) -> Any:
-        def read(rows: Rows, start: int, stop: int) -> np.ndarray:
+    def _checked(self, index: int, what: str, limits: dict[str, Limit], path: Any, rows: Rows) -> Rows:
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        if key not in limits:
+            return rows
+        least, most, why = limits[key]
+
+        def read(start: int, stop: int) -> np.ndarray:
             found = rows[start:stop]
-            outside = found[(found < 0) | (found >= count)]
+            outside = found[(found < least) | (found > most)]
             if outside.size:
+                begins = f"from {least} to {most}" if least > _NEVER_COUNTED else f"at most {most}"
                 raise InputError(
-                    f"data: expected every {what} to be from 0 to {count - 1} ({why}), found {outside.flat[0]} in {self.name}[{index}]; "
-                    f"correct the {what}s, or the model"
+                    f"data: expected every {what} to be {begins} ({why}), found {outside.flat[0]} in {self.name}[{index}]"
+                    f"{f' ({key})' if key else ''}; correct the {what}s, or the model"
                 )
             return found
 
-        return jax.tree.map(lambda rows: replace(rows, read=lambda start, stop: read(rows, start, stop)), part)
+        return replace(rows, read=read)
 
 
 def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
@@ -61,15 +74,28 @@ def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     Raises:
         InputError: a label or a token of a first batch is out of range.
     """
-    inputs = labels = None
-    if config.model.target is None and config.data.target is not None:
-        inputs = gpt.SYMBOLS, "the built-in model reads bytes"
-    if config.loss.target is None and (config.model.target is not None or config.data.target is not None):
-        labels = outputs.shape[-1], f"the model has {outputs.shape[-1]} outputs for each"
-    if inputs is None and labels is None:
+    limits = _of_inputs(config), _of_labels(config, outputs)
+    if not any(limits):
         return batches
-    train, validation = Checked(batches.train, "train", (inputs, labels)), Checked(batches.validation, "validation", (inputs, labels))
+    train, validation = Checked(batches.train, "train", limits), Checked(batches.validation, "validation", limits)
     if jax.process_index() == 0:  # the others read only what their own workers need, and hear of what it refuses
         for first in (train[0], validation[0]):
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
+
+
+def _of_inputs(config: Config) -> dict[str, Limit]:
+    """Of tokens and of the first or second sentence, where a built-in model reads other data than bytes."""
+    if config.model.target is not None or config.data.target is None:
+        return {}
+    symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
+    return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}
+
+
+def _of_labels(config: Config, outputs: Any) -> dict[str, Limit]:
+    """Where the built-in loss reads something else than its own labels: those below zero are not counted."""
+    if config.loss.target is not None or (config.model.target is None and config.data.target is None):
+        return {}
+    count = cross_entropy.symbols(outputs)
+    symbols = _NEVER_COUNTED, count - 1, f"the model has {count} outputs for each"
+    return {"": symbols, "tokens": symbols, "next": (0, 1, "the second sentence follows, or not")}

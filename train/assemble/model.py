@@ -1,6 +1,7 @@
-"""The model and the loss that a config names: the built-in GPT and its cross-entropy, or functions of the user's own."""
+"""The model and the loss that a config names: a built-in language model and its cross-entropy, or functions of the user's own."""
 
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,24 +11,27 @@ from flax import linen, nnx
 
 import jpipe
 from jpipe import InputError
-from train.assemble import gpt
 from train.config import entry_point
 from train.config.arguments import check_names, parameters_of
-from train.config.config import EvalConfig, LossConfig, ModelConfig
+from train.config.config import EvalConfig, LossConfig
+from train.config.model_config import ModelConfig
+from train.models import cross_entropy
+from train.models import layers as built_in
 
 
-def layers(config: ModelConfig, computes: str | None = None) -> jpipe.LayerStack:
-    """The GPT, or what `model.target` returns.
+def layers(config: ModelConfig, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
+    """The built-in model, or what `model.target` returns.
 
     Args:
         config: which model.
-        computes: the dtype in which the GPT's layers compute, if it is another than `compute_dtype`.
+        computes: the dtype in which the built-in model's layers compute, if it is another than `compute_dtype`.
+        chunk: of how many positions the built-in loss makes the logits at a time; None: the model makes all of them.
 
     Raises:
         InputError: the target does not exist, fails, or returns something else than a LayerStack.
     """
     if config.target is None:
-        return gpt.gpt(config if computes is None else config.model_copy(update={"compute_dtype": computes}))
+        return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
     stack = entry_point.call(config.target, "model.target", config.arguments)
     if not isinstance(stack, jpipe.LayerStack):
         raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_instead(stack)}")
@@ -41,7 +45,7 @@ def loss(config: LossConfig) -> Any:
         InputError: the target does not exist, or has other arguments.
     """
     if config.target is None:
-        return gpt.loss
+        return cross_entropy.loss
     function = entry_point.load(config.target, "loss.target")
     filled = dict.fromkeys(list(parameters_of(function))[:2], "is given by jpipe")
     with entry_point.placed("loss.arguments"):
@@ -56,17 +60,29 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
-    return {name: entry_point.load(metric, f"eval.metrics.{name}") if ":" in metric else _accuracy for name, metric in named}
+    return {name: _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) if ":" in metric else _accuracy for name, metric in named}
 
 
-def _accuracy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, int]:
+@dataclass(frozen=True)
+class _OfLogits:
+    """A metric of the user's own, which gets the logits that the built-in loss makes by itself."""
+
+    metric: Any
+
+    def __call__(self, outputs: Any, labels: Any) -> Any:
+        return self.metric(cross_entropy.whole(outputs), labels)
+
+
+def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     """How many of the labels have the largest logit, and how many there are."""
-    if not jnp.issubdtype(labels.dtype, jnp.integer) or logits.shape[:-1] != labels.shape:
+    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
+    shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(
-            f"eval.metrics: accuracy: expected logits of classes and integer labels, found {logits.dtype}{list(logits.shape)} and "
-            f"{labels.dtype}{list(labels.shape)}; name a module:function of your own"
+            f"eval.metrics: accuracy: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
         )
-    return (logits.argmax(-1) == labels).sum(), labels.size
+    return cross_entropy.correct(outputs, labels)
 
 
 def _instead(found: Any) -> str:

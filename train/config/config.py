@@ -3,146 +3,33 @@
 import re
 import reprlib
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
 from train.config import entry_point, optax_names
+from train.config.data_config import DataConfig as DataConfig
+from train.config.model_config import ModelConfig as ModelConfig
+from train.config.section import AUTO as AUTO
+from train.config.section import MOST_ROWS, Arguments, Count, FilePath, OwnCode, Section
 
-
-def _usable_path(path: str) -> str:
-    """The path as it is, or an error where no file can have that name."""
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(f"{path!r} begins with an unknown user's home folder; give the full path") from None
-    if "\0" in path:
-        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
-    return path
-
-
-# The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
-MOST_ROWS = 10**9
-Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 MOST_MICROBATCHES = 1024
-_LARGEST_TABLE = 2**28
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
-AUTO = "auto"  # in place of a plan's file
+FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
 METRICS = ("accuracy",)  # that need no code of the user's own
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
-Target = Annotated[str, AfterValidator(entry_point.check_form)]
-Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
 
     dir: FilePath | None = None
 
 
-class _OwnCode(_Section):
-    """A section in which a function of the user's own, `target` called with `arguments`, can replace what the other keys describe."""
-
-    target: Target | None = None
-    arguments: Arguments = {}
-
-    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
-
-    @model_validator(mode="after")
-    def _nothing_is_said_in_vain(self) -> "_OwnCode":
-        if self.arguments and self.target is None:
-            raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
-        if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
-            raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
-        return {key: value for key, value in write(self).items() if key in said}
-
-
-Key = Annotated[str, Field(min_length=1, max_length=256)]
-_ONLY_WITH = {  # which formats a key of `data` is for; elsewhere it would mean nothing
-    "tokenizer": ("text", "prompts"),
-    "end_of_text": ("text", "prompts"),
-    "validation_fraction": ("bytes", "text", "prompts"),
-    "boundaries": ("bytes", "text", "tokens"),
-    "objective": ("text", "tokens"),
-    "too_long": ("tokens", "prompts"),
-    "prompt_key": ("prompts",),
-    "answer_key": ("prompts",),
-}
-
-
-class DataConfig(_OwnCode):
-    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
-
-    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
-    and an answer). With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see
-    `train.data.own_data`.
-    """
-
-    format: Literal["bytes", "text", "tokens", "prompts"] = "bytes"
-    path: FilePath | None = None
-    validation_path: FilePath | None = None
-    validation_fraction: Fraction = 0.05
-    tokenizer: FilePath | None = None
-    end_of_text: Key | None = AUTO
-    boundaries: Literal["keep", "ignore"] | None = None
-    objective: Literal["next", "masked"] = "next"
-    masked_fraction: Fraction = 0.15
-    prompt_key: Key = "prompt"
-    answer_key: Key = "answer"
-    too_long: Literal["refuse", "cut"] = "refuse"
-
-    @model_validator(mode="after")
-    def _keys_fit_the_format(self) -> "DataConfig":
-        if self.target is not None:
-            return self
-        for key, formats in _ONLY_WITH.items():
-            if self._is_changed(key) and self.format not in formats:
-                raise ValueError(f"{key} would mean nothing with format {self.format}: it is for {' and '.join(formats)}; leave it out")
-        if self.path is None and self.format in ("tokens", "prompts"):
-            what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
-            raise ValueError(f"path is missing, format {self.format} has no default; name {what}")
-        if self.tokenizer is None and self.format in ("text", "prompts"):
-            raise ValueError(
-                f"tokenizer is missing, format {self.format} needs one; name a tokenizer.json (jpipe data tokenizer makes one)"
-            )
-        if self.validation_path is not None and self._is_changed("validation_fraction"):
-            raise ValueError("validation_fraction would mean nothing beside validation_path; leave one of them out")
-        if self.objective == "masked" and self.boundaries == "keep":
-            raise ValueError("boundaries keep would mean nothing with objective masked, whose rows are full; leave it out")
-        if self.objective != "masked" and self._is_changed("masked_fraction"):
-            raise ValueError("masked_fraction would mean nothing with objective next; leave it out, or use objective masked")
-        return self
-
-    def _is_changed(self, key: str) -> bool:
-        return bool(getattr(self, key) != type(self).model_fields[key].default)
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How long and in what portions: `batch_size` sequences per step; validation at step 0, every `eval_every` steps and at the end.
 
     `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
@@ -167,7 +54,7 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
     return metrics
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """What an evaluation finds besides the loss: `metrics` by name, each `accuracy` or a `module:function`.
 
     Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
@@ -176,7 +63,7 @@ class EvalConfig(_Section):
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """A checkpoint every `every` steps and at the end; null: none at all. The last `keep` stay, and of the older ones those of a step that
     `keep_every` divides and one every `keep_hours` hours. On a full disk the run stops, or goes on without (`on_full_disk`).
     """
@@ -188,13 +75,13 @@ class CheckpointConfig(_Section):
     on_full_disk: Literal["stop", "train"] = "stop"
 
 
-class ResumeConfig(_Section):
+class ResumeConfig(Section):
     """What a run that resumes takes from its checkpoint: with `optimizer: reset` new optimizer state, as another one needs."""
 
     optimizer: Literal["keep", "reset"] = "keep"
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
 
     With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
@@ -204,33 +91,7 @@ class WarmStartConfig(_Section):
     mode: Literal["strict", "partial"] = "strict"
 
 
-class ModelConfig(_OwnCode):
-    """The GPT: `depth` blocks of `width` with `heads` heads over `seq_len` bytes; parameters are float32 whatever `compute_dtype` is.
-
-    With a `target` it is the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that of the text.
-    """
-
-    keeps_meaning: ClassVar[frozenset[str]] = _OwnCode.keeps_meaning | {"seq_len"}
-
-    depth: Annotated[int, Field(ge=1, le=1000)] = 4
-    width: Annotated[int, Field(ge=1, le=10**6)] = 128
-    heads: Count = 4
-    seq_len: Count = 128
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> "ModelConfig":
-        if self.target is None and self.width * self.seq_len > _LARGEST_TABLE:
-            raise ValueError(
-                f"width {self.width} × seq_len {self.seq_len} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
-            )
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
-        return self
-
-
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
     loss scale, a number or `dynamic`. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
     """
@@ -257,11 +118,31 @@ class PrecisionConfig(_Section):
         return self.params if self.compute is None and self.params != "float32" else self.compute
 
 
-class LossConfig(_OwnCode):
-    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight)."""
+class LossConfig(OwnCode):
+    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight).
+
+    The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
+    at once; "auto": all at once where there are few symbols.
+    """
+
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
+
+    chunk: Count | Literal["auto"] | None = "auto"
+
+    def chunk_for(self, symbols: int) -> int | None:
+        """How many positions of logits are made at a time; None: all of them.
+
+        Args:
+            symbols: logits per position.
+        """
+        if self.target is not None:
+            return None
+        if self.chunk == "auto":
+            return None if symbols <= FEW_SYMBOLS else CHUNK
+        return self.chunk
 
 
-class PlanConfig(_Section):
+class PlanConfig(Section):
     """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
 
     The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
@@ -320,7 +201,7 @@ class PlanConfig(_Section):
         return value
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """An optimizer of optax by its name and arguments, or a `module:function` that returns one; see `train.assemble.optimizer`.
 
     The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
@@ -367,7 +248,7 @@ class OptimizerConfig(_Section):
         return name
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run. `train.config.config_file` reads it from YAML and writes it back."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -417,10 +298,46 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _attention_has_its_dtype(self) -> "Config":
+        computes = self.precision.computes or self.model.compute_dtype
+        if self.model.target is None and self.model.attention == "cudnn" and computes == "float32":
+            raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
+        return self
+
+    @model_validator(mode="after")
+    def _the_model_learns_what_the_data_asks_for(self) -> "Config":
+        if self.model.target is None and self.data.target is None and self.loss.target is None:
+            if self.model.kind == "bert" and self.data.objective != "masked":
+                raise ValueError("model.kind bert learns masked tokens; set data.objective to masked, with data.format text or tokens")
+            if self.model.kind != "bert" and self.data.objective == "masked":
+                raise ValueError(
+                    f"data.objective masked is for models of kind bert, found model.kind {self.model.kind}; change one of them"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _all_bytes_are_symbols(self) -> "Config":
+        if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_of_logits(self) -> "Config":
+        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if own is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _seq_len_is_for_something(self) -> "Config":
         if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
             raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
         return self
+
+    @property
+    def logits_chunk(self) -> int | None:
+        """Of how many positions the built-in loss makes the logits of a built-in model at a time; None: the model makes all of them."""
+        return None if self.model.target is not None else self.loss.chunk_for(self.model.vocab_size)
 
     @property
     def skips_nonfinite(self) -> bool:

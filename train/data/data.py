@@ -96,7 +96,7 @@ def loss_unit(config: Config) -> str:
 def _check_vocabulary(config: Config, found: Split) -> None:
     """Refuse tokens that the built-in model has no place for."""
     need = found.train.vocab_size
-    if config.model.target is None and need > (have := getattr(config.model, "vocab_size", splits.BYTES)):
+    if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
         name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.format, f"the tokens of '{config.data.tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")

@@ -22,7 +22,7 @@ _TRIES = 8  # to find a second part from another document
 def row_spec(seq_len: int) -> tuple[Tree, Tree]:
     """The shapes and dtypes of a row: of its inputs and its labels."""
     tokens = jax.ShapeDtypeStruct((seq_len,), np.dtype(np.int32))
-    return {"tokens": tokens, "types": tokens, "segments": tokens}, {"tokens": tokens, "next": jax.ShapeDtypeStruct((), np.dtype(np.int32))}
+    return {"tokens": tokens, "types": tokens}, {"tokens": tokens, "next": jax.ShapeDtypeStruct((), np.dtype(np.int32))}
 
 
 class Masked:
@@ -72,8 +72,10 @@ class Masked:
         masked = self._chosen(whole, cut, random)
         labels = np.where(masked, whole, np.int32(UNCOUNTED))
         types = (np.arange(whole.size) > cut + 1).astype(np.int32)
-        inputs = {"tokens": self._hidden(whole, masked, random), "types": types, "segments": np.ones(whole.size, np.int32)}
-        return inputs, {"tokens": labels, "next": np.asarray(RANDOM if is_random else FOLLOWS, np.int32)}
+        return {"tokens": self._hidden(whole, masked, random), "types": types}, {
+            "tokens": labels,
+            "next": np.asarray(RANDOM if is_random else FOLLOWS, np.int32),
+        }
 
     def _cut(self, start: int, random: np.random.Generator) -> int:
         """Where the first part ends: somewhere in the middle half, not where a document does if that can be helped."""

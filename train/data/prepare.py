@@ -15,7 +15,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe.files import TEMPORARY, expanded, make_folder, to_disk, write_atomically
-from train.config.config import AUTO
+from train.config.section import AUTO
 from train.console import interrupt
 from train.console.progress import Reporter
 from train.console.terminal import count, first_line

@@ -14,7 +14,7 @@ from jaxtyping import UInt32
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe.files import expanded, read_bytes
-from train.config.config import AUTO
+from train.config.section import AUTO
 from train.console.terminal import first_line
 
 MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies take a quarter of that

@@ -19,7 +19,8 @@ from planner.ranking.choose import Choice, Ranked
 from planner.ranking.compiled import Compiled
 from planner.ranking.draw import draw_choice
 from train.config import config_file
-from train.config.config import AUTO, MOST_ROWS
+from train.config.config import AUTO
+from train.config.section import MOST_ROWS
 from train.console.progress import Reporter
 from train.console.terminal import count
 from train.plan.planning import (

@@ -99,12 +99,16 @@ def test_after_flushed_batches_the_order_begins_anew():
 @pytest.mark.parametrize(
     ("schedule", "fields", "message"),
     [
-        ("gpipe", {"chunks_per_rank": 2}, r"the schedule 'gpipe' needs one stage for each rank, in order; found ranks"),
+        (
+            "gpipe",
+            {"chunks_per_rank": 2},
+            r"the schedule 'gpipe' needs one stage for each rank, in order; found ranks .*; leave out chunks_per_rank",
+        ),
         ("zb_h1", {"ranks": [[0, 3], [1, 2]]}, r"'zb_h1' needs one stage for each rank"),
         (
             "zb_v",
             {"ranks": [[0, 2], [1, 3]]},
-            r"'zb_v' needs ranks in a V, an even number of stages, .*; found ranks \[\[0, 2\], \[1, 3\]\]",
+            r"'zb_v' needs ranks in a V, an even number of stages, .*; found ranks \[\[0, 2\], \[1, 3\]\]; use an even",
         ),
         ("dualpipe_v", {"ranks": [[0, 2], [1, 3]], "microbatches": 4}, r"'dualpipe_v' needs ranks in a V"),
         ("interleaved_1f1b", {"ranks": [[0, 3], [1, 2]]}, r"'interleaved_1f1b' needs as many stages for each rank, stage s on rank s mod"),

@@ -14,8 +14,8 @@ import jpipe
 from jpipe import InputError
 from planner.machine.topology import Device
 from planner.profile.analyze import analyze
-from train.assemble.gpt import gpt
 from train.config.config import ModelConfig
+from train.models.layers import layers
 
 DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
 
@@ -53,7 +53,7 @@ MODELS = {
     ),
     "state": ({"scale": lambda x: 2 * x, "norm": Normed(), "relu": nn.relu, "norm2": Normed(), "drop": jnp.sin}, floats(6), squares),
     "gpt": (
-        gpt(ModelConfig(depth=3, width=16, heads=2, seq_len=8)).layers,
+        layers(ModelConfig(depth=3, width=16, heads=2, seq_len=8)).layers,
         lambda rows: (jax.ShapeDtypeStruct((rows, 8), np.uint8), jax.ShapeDtypeStruct((rows, 8), np.int32)),
         nats,
     ),

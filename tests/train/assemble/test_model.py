@@ -360,7 +360,7 @@ def test_data_that_runs_out_is_told_with_the_step(capsys):
     [
         ({"train": 0}, "7 in train[0]"),
         ({"train": 2, "label": 3}, "3 in train[2]"),
-        ({"validation": 0, "label": -1}, "-1 in validation[0]"),
+        ({"validation": 0, "label": 4}, "4 in validation[0]"),
     ],
 )
 def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, found):
@@ -368,7 +368,7 @@ def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys,
     code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:classes"}, loss={}, data=data)
     assert (code, err) == (
         2,
-        f"jpipe: data: expected every label to be from 0 to 2 (the model has 3 outputs for each), found {found}; "
+        f"jpipe: data: expected every label to be at most 2 (the model has 3 outputs for each), found {found}; "
         "correct the labels, or the model\n",
     )
     assert Path("run").exists() == (found[-2] != "0")  # where the first batches are wrong, nothing is begun
@@ -377,7 +377,9 @@ def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys,
 def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
     small = {"depth": 1, "width": 8, "heads": 1, "seq_len": 8}
     code, _, err = run(capsys, "--allow-code", model=small, loss={}, data={"target": "own_parts:tokens"})
-    message = "data: expected every input to be from 0 to 255 (the built-in model reads bytes), found 256 in train[0]; "
+    message = (
+        "data: expected every input to be from 0 to 255 (the built-in model has 256 symbols, model.vocab_size), found 256 in train[0]; "
+    )
     assert (code, err) == (2, f"jpipe: {message}correct the inputs, or the model\n")
 
 

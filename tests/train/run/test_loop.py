@@ -18,12 +18,14 @@ from rich.console import Console
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train.assemble import build, gpt
+from train.assemble import build
 from train.assemble.optimizer import optimizer
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_file
 from train.console.progress import Reporter
 from train.data import data
+from train.models import cross_entropy
+from train.models import layers as built_in
 from train.report import metrics_log
 from train.report.metrics_log import mean_loss, repeatable
 from train.run import loop
@@ -113,9 +115,9 @@ def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, s
 def validation_losses_after_each_update(config, steps) -> list[float]:
     """After 0, 1, … `steps` updates: each that of a copy, drained."""
     plan = build.make_plan(config.plan, ("embed", "block_0", "head"))
-    stack, batches = gpt.gpt(config.model), data.load(config)
+    stack, batches = built_in.layers(config.model), data.load(config)
     params = {layer_id: layer.params for layer_id, layer in stack.specs(batches.train[0][0]).items()}
-    pipe = jpipe.Pipeline(stack, plan, gpt.loss, optimizer(config.optimizer, steps, params))
+    pipe = jpipe.Pipeline(stack, plan, cross_entropy.loss, optimizer(config.optimizer, steps, params))
     state = pipe.init(jax.random.key(config.seed), batches.train[0])
     losses = []
     for step in range(steps + 1):
@@ -351,7 +353,7 @@ def test_dropout_and_bfloat16_run(tiny):
 
 def test_too_few_devices_are_no_obstacle():
     build.force_cpu_devices(1000)  # JAX runs already, with eight: stages would share them
-    stack = gpt.gpt(config_file.Config().model)
+    stack = built_in.layers(config_file.Config().model)
     assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
     assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((3,), (5,)))) == 6
     assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2, placement=((0,), (100_000,)))) == 100_001

@@ -1,0 +1,80 @@
+"""Keys of the model that contradict each other or what reads them are refused in words."""
+
+import re
+
+import pytest
+import yaml
+
+from jpipe import InputError
+from train.config import config_file
+
+SCALING = "rope_scaling: {factor: 8, low_frequency_factor: 4, high_frequency_factor: 4, original_positions: 64}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: gpt-2-124m", "model.preset: unknown preset 'gpt-2-124m'; did you mean 'gpt2-124m'?"),
+        ("preset: 3", "model.preset: expected a valid string, found 3"),
+        ("kind: encoder", "model.kind: expected 'decoder' or 'bert', found 'encoder'"),
+        ("width: 12, heads: 5", "model: width 12 is not divisible by heads 5; change one of them"),
+        ("heads: 4, kv_heads: 3", "model: heads 4 is not divisible by kv_heads 3; change one of them"),
+        ("width: 12, heads: 4, positions: rope", "needs heads of even size, found 3 (width / heads); change it, or use learned positions"),
+        ("head_size: 5, positions: rope", "needs heads of even size, found 5 (head_size)"),
+        ("seq_len: 9, max_positions: 8", "model: seq_len 9 is more than max_positions 8; change one of them"),
+        ("preset: gpt2-tiny, seq_len: 33", "model: seq_len 33 is more than max_positions 32"),
+        ("max_positions: 1000000000", "model: width 128 × max_positions 1000000000 makes a table of positions of more than"),
+        ("rope_base: 5.0", "model: rope_base would mean nothing to learned positions; leave it out, or set positions to rope"),
+        (SCALING.replace("4, high", "1, high"), "model: rope_scaling would mean nothing to learned positions"),
+        (f"positions: rope, {SCALING}", "model.rope_scaling: expected low_frequency_factor below high_frequency_factor, found 4 and 4"),
+        ("kind: bert, positions: rope", "model: kind bert needs positions learned, found rope; leave it out, or set kind to decoder"),
+        ("kind: bert, norm: rms", "model: kind bert needs norm layer, found rms"),
+        ("kind: bert, gated_mlp: true", "model: kind bert needs gated_mlp false, found true"),
+        ("kind: bert, tied: false", "model: kind bert needs tied true, found false"),
+        ("kind: bert, kv_heads: 2", "model: kind bert has as many kv_heads as heads, 4, found 2; leave kv_heads out"),
+        ("attention: cudnn", "model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16"),
+        ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise it, or leave it out"),
+        ("vocabulary: 100", "unknown key 'model.vocabulary'; did you mean 'model.vocab_size'?"),
+        ("target: 'a:b', preset: gpt2-tiny", "model: preset would mean nothing to 'a:b'; leave it out"),
+    ],
+)
+def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(f"model: {{{text}}}")
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss: {chunk: 0}", "loss.chunk"),
+        ("loss: {chunk: all}", "loss.chunk"),
+        (
+            "loss: {chunk: 8, target: 'a:b'}",
+            "loss.chunk would mean nothing beside loss.target: it is for logits and the loss that are built in",
+        ),
+        ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk would mean nothing beside model.target"),
+    ],
+)
+def test_a_chunk_that_means_nothing_is_refused(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(tmp_path / "config.yaml", allow_code=True)
+
+
+def test_a_preset_is_written_with_all_of_its_keys(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {preset: bert-tiny, depth: 3}")
+    config = config_file.load(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
+    assert config_file.load(tmp_path / "config.yaml") == config
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
+    assert {"kind": "bert", "depth": 3, "norm_epsilon": 1e-12, "tied": True}.items() <= written.items()
+    assert config_file.load(tmp_path / "config.yaml", ["model.depth=1"]).model.depth == 1
+
+
+@pytest.mark.parametrize(
+    ("symbols", "chunk", "expected"), [(8192, "auto", None), (8193, "auto", 1024), (50257, "null", None), (256, "7", 7)]
+)
+def test_the_size_of_chunks_follows_the_vocabulary(tmp_path, symbols, chunk, expected):
+    (tmp_path / "config.yaml").write_text(f"model: {{vocab_size: {symbols}}}\nloss: {{chunk: {chunk}}}")
+    assert config_file.load(tmp_path / "config.yaml").logits_chunk == expected

@@ -1,0 +1,152 @@
+"""The built-in models: what their layers are, what each position sees, that documents in one row are apart, and what is counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jpipe
+from train.config.model_config import ModelConfig, RopeScaling
+from train.config.presets import PRESETS
+from train.models import transformer
+from train.models.attention import frequencies, positions_of, rotated
+from train.models.layers import layers
+
+SMALL = {"depth": 2, "width": 16, "heads": 2, "seq_len": 8}
+LLAMA = {"positions": "rope", "norm": "rms", "activation": "silu", "gated_mlp": True, "bias": False, "kv_heads": 1, "init": "normal"}
+
+
+def outputs_of(config: ModelConfig, inputs, params=None, **options):
+    """What the whole model gives in evaluation."""
+    stack = layers(config, **options)
+    params = params_of(stack, inputs) if params is None else params
+    whole = {layer_id: stack.ties.whole(layer_id, params) for layer_id in stack.ids}
+    return stack.apply(stack.ids, whole, {layer_id: {} for layer_id in stack.ids}, inputs, key=None, microbatch=None, train=False)[0]
+
+
+def params_of(stack: jpipe.LayerStack, inputs, seed: int = 0):
+    """Its parameters as a pipeline begins with them: shared ones are entries of their own."""
+    specs = stack.specs(inputs)
+    return stack.ties.split({i: stack.init_layer(i, jax.random.key(seed), spec.x)[0] for i, spec in specs.items()})
+
+
+def test_layers_in_order():
+    stack = layers(ModelConfig(depth=2))
+    assert stack.ids == ("embed", "block_0", "block_1", "head")
+    assert not stack.ties.first
+
+
+@pytest.mark.parametrize(("name", "count"), [
+    ("gpt2-124m", 124_439_808), ("gpt2-355m", 354_823_168), ("gpt2-774m", 774_030_080), ("gpt2-1.5b", 1_557_611_200),
+    ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("bert-110m", 110_106_428), ("bert-355m", 336_226_108),
+])  # fmt: skip
+def test_presets_have_as_many_parameters_as_published(name, count):
+    assert count_of(name) == count
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-355m", 0.355), ("gpt-1.3b", 1.3), ("gpt-2.2b", 2.2), ("gpt-3.8b", 3.9)])
+def test_presets_of_the_paper_have_about_as_many_as_it_says(name, billions):
+    assert count_of(name) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def count_of(name: str) -> int:
+    """Parameters of a preset, from shapes alone."""
+    stack = layers(ModelConfig(preset=name))
+    specs = stack.specs(jax.ShapeDtypeStruct((1, 8), np.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(stack.ties.split({i: spec.params for i, spec in specs.items()})))
+
+
+def test_the_keys_given_beside_a_preset_replace_its_own():
+    config = ModelConfig(preset="llama-tiny", depth=3, kv_heads=None)
+    assert (config.depth, config.kv_heads_used, config.norm) == (3, 4, "rms")
+    assert ModelConfig.model_validate(config.model_dump()) == config
+    assert {"depth", "width", "heads"} <= set(PRESETS["llama-tiny"])  # so the 3 is not a default
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute_dtype", "promotion"), [("float32", "strict"), ("bfloat16", "standard")])
+@pytest.mark.parametrize("keys", [{}, LLAMA], ids=["gpt", "llama"])
+def test_a_symbol_changes_no_logits_before_it(keys, compute_dtype, promotion):
+    config = ModelConfig(**SMALL, **keys, compute_dtype=compute_dtype)
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    with jax.numpy_dtype_promotion(promotion):  # JAX's own attention promotes bfloat16 to float32 inside
+        before, after = outputs_of(config, tokens), outputs_of(config, tokens.at[0, 5].set(99))
+    assert before.dtype == compute_dtype
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    for position in (5, 6, 7):
+        assert not np.array_equal(before[:, position], after[:, position])
+
+
+@pytest.mark.parametrize("preset", ["llama-tiny", "bert-tiny"])
+def test_what_flows_is_in_the_dtype_of_the_computations_and_parameters_are_float32(preset):
+    stack = layers(ModelConfig(preset=preset, compute_dtype="bfloat16"))
+    with jax.numpy_dtype_promotion("standard"):
+        specs = stack.specs({"tokens": jax.ShapeDtypeStruct((2, 8), np.int32), "segments": jax.ShapeDtypeStruct((2, 8), np.int32)})
+    for spec in specs.values():
+        assert {leaf.dtype for leaf in jax.tree.leaves(spec.params)} == {jnp.dtype("float32")}
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(spec.output)} <= {"bfloat16", "int32"}
+
+
+def test_equal_symbols_at_different_positions_differ():
+    logits = outputs_of(ModelConfig(**SMALL), jnp.zeros((1, 8), jnp.int32))
+    assert not np.allclose(logits[0, 0], logits[0, 1])
+
+
+def test_dropout_acts_where_it_is_asked_for():
+    x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+    for rate in (0.0, 0.5):
+        block = transformer.Block(ModelConfig(**SMALL, dropout=rate), rngs=nnx.Rngs(0))
+        assert np.array_equal(block(x), block(x)) == (rate == 0)
+
+
+def test_a_sequence_longer_than_the_positions_is_refused():
+    with pytest.raises(jpipe.InputError, match="model: expected sequences of at most 8 positions, found 9; make them shorter, or raise"):
+        layers(ModelConfig(**SMALL)).specs(jax.ShapeDtypeStruct((1, 9), np.int32))
+
+
+# Positions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_positions_begin_anew_with_each_segment():
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]], jnp.int32)
+    np.testing.assert_array_equal(positions_of(segments), [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
+
+
+def test_turned_numbers_are_complex_products():
+    config = ModelConfig(width=16, heads=2, seq_len=8, positions="rope", rope_base=100.0)
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 8, 2, 8)))
+    pairs = x[..., :4] + 1j * x[..., 4:]
+    turned = pairs * np.exp(1j * np.arange(8)[:, None, None] * 100.0 ** (-np.arange(4) / 4))
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    np.testing.assert_allclose(rotated(jnp.asarray(x), jnp.arange(8)[None], config), expected, atol=1e-5)
+
+
+def test_slow_waves_are_stretched_and_fast_ones_kept():
+    scaling = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 64}
+    keys = {"width": 32, "heads": 1, "seq_len": 8, "positions": "rope"}
+    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=given)) for given in (None, RopeScaling(**scaling)))
+    turns = 64 * plain / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-12)
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-12)
+    between = (turns >= 1) & (turns <= 4)
+    smooth = (turns[between] - 1) / 3
+    np.testing.assert_allclose(scaled[between], (1 - smooth) * plain[between] / 8 + smooth * plain[between], rtol=1e-12)
+    assert between.sum() == 3
+
+
+# Grouped queries ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_queries_shares_keys_and_values():
+    """As a model whose heads of keys and values are repeated."""
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 256)
+    keys = {**SMALL, "heads": 4, **LLAMA}
+    grouped, plain = ModelConfig(**keys | {"kv_heads": 2}), ModelConfig(**keys | {"kv_heads": None})
+    params = params_of(layers(grouped), tokens)
+    repeated = dict(params)
+    for i in range(2):
+        q, k, v = jnp.split(params[f"block_{i}"]["qkv"]["kernel"], (16, 24), axis=1)
+        k, v = (jnp.repeat(part.reshape(16, 2, 4), 2, axis=1).reshape(16, 16) for part in (k, v))
+        repeated[f"block_{i}"] = {**params[f"block_{i}"], "qkv": {"kernel": jnp.concatenate([q, k, v], axis=1)}}
+    np.testing.assert_allclose(outputs_of(grouped, tokens, params), outputs_of(plain, tokens, repeated), atol=1e-6)

@@ -1,0 +1,68 @@
+"""The first and the last layer of BERT; its blocks are those of `train.models.transformer`. Written in Flax NNX.
+
+Reference: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
+
+The letters in the shapes: b rows, s positions, w width, v symbols.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from train.config.model_config import ModelConfig
+from train.models import transformer
+from train.models.transformer import Stream
+
+
+class Embed(nnx.Module):
+    """The sum of one vector a symbol, one a position and one for the first or second sentence, normalized."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(transformer.STD)
+        self.token = nnx.Embed(config.vocab_size, config.width, embedding_init=init, rngs=rngs)
+        position = transformer.waves if config.init == "scaled" else init
+        self.position = nnx.Embed(config.max_positions_used, config.width, embedding_init=position, rngs=rngs)
+        self.type = nnx.Embed(2, config.width, embedding_init=init, rngs=rngs)
+        self.norm = transformer.norm(config, rngs)
+        self.dropout = transformer.dropout(config, rngs)
+
+    def __call__(self, inputs: Any) -> Stream:
+        tokens, segments = transformer.split_inputs(inputs, self.config)
+        types = inputs["types"] if isinstance(inputs, dict) and "types" in inputs else jnp.zeros_like(tokens)
+        numbered = (self.token, tokens), (self.position, transformer.positions(tokens, segments)), (self.type, types)
+        token, position, of_type = (transformer.look_up(table, numbers, transformer.dtype_of(self.config)) for table, numbers in numbered)
+        return transformer.joined(self.dropout(transformer.normed(self.norm, token + position + of_type)), segments)
+
+
+class Head(nnx.Module):
+    """Of each position the logits of its symbol, {"tokens"}, and of each row, from its first position, whether its second sentence follows
+    the first, {"next"}: logits of yes and no.
+
+    With a `chunk` the projection to the symbols is left to the loss, which makes logits of so many positions at a time.
+    """
+
+    def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
+        self.dtype, self.chunk, self.activation = transformer.dtype_of(config), chunk, config.activation
+        linear = transformer.linear(config, rngs)
+        self.pooler = linear(config.width, config.width)
+        self.next_sentence = linear(config.width, 2)
+        self.transform = linear(config.width, config.width)
+        self.norm = transformer.norm(config, rngs)
+        self.token = transformer.tied_embedding(config, rngs)
+        self.logits = _Bias(config.vocab_size)
+
+    def __call__(self, stream: Stream) -> dict[str, Any]:
+        x, _ = transformer.split_stream(stream)
+        following = self.next_sentence(jnp.tanh(self.pooler(x[:, 0])))
+        hidden = transformer.normed(self.norm, transformer.ACTIVATIONS[self.activation](self.transform(x)))
+        kernel, bias = self.token.embedding[...], self.logits.bias[...]
+        return {"tokens": transformer.projected(hidden, kernel, bias, True, self.chunk, self.dtype), "next": following}
+
+
+class _Bias(nnx.Module):
+    """A number to add to the logit of each symbol."""
+
+    def __init__(self, size: int):
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32))
