@@ -305,17 +305,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_model_learns_what_the_data_asks_for(self) -> "Config":
-        if self.model.target is None and self.data.target is None and self.loss.target is None:
-            if self.model.kind == "bert" and self.data.objective != "masked":
-                raise ValueError("model.kind bert learns masked tokens; set data.objective to masked, with data.format text or tokens")
-            if self.model.kind != "bert" and self.data.objective == "masked":
-                raise ValueError(
-                    f"data.objective masked is for models of kind bert, found model.kind {self.model.kind}; change one of them"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _all_bytes_are_symbols(self) -> "Config":
         if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")

@@ -64,6 +64,7 @@ def load(config: Config) -> Data:
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
         amount = f"{count(len(validation), 'batch', 'es')} for validation"
         return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
+    _check_objective(config)
     found = splits.read(config)
     _check_vocabulary(config, found)
     apart = _apart(config, found)
@@ -91,6 +92,19 @@ def loss_unit(config: Config) -> str:
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
     return " nats per byte" if config.data.format == "bytes" else " nats per token"
+
+
+def _check_objective(config: Config) -> None:
+    """Refuse batches that the built-in model and loss have not been made for."""
+    if config.model.target is not None or config.loss.target is not None:
+        return
+    kind, objective = config.model.kind, config.data.objective
+    if kind == "bert" and objective != "masked":
+        raise InputError(
+            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text or tokens"
+        )
+    if kind != "bert" and objective == "masked":
+        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
 def _check_vocabulary(config: Config, found: Split) -> None:
