@@ -24,7 +24,9 @@ def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_token
     assert (bert.begin, bert.end) == ((), bert.id_of("[SEP]"))
     assert load(made_tokenizers["decoder"], None).end is None
     assert load(made_tokenizers["bert"], "[PAD]").end == 0
-    with pytest.raises(InputError, match=r"decoder\.json': expected it to have the end of text '<\|endof\|>', found none; did you mean '<\|end"):
+    with pytest.raises(
+        InputError, match=r"decoder\.json': expected it to have the end of text '<\|endof\|>', found none; did you mean '<\|end"
+    ):
         load(made_tokenizers["decoder"], "<|endof|>")
     with pytest.raises(InputError, match=r"expected a tokenizer with the token \[MASK\] or <mask>, found none"):
         decoder.id_of("[MASK]", "<mask>")
