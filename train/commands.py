@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export` and `configs`."""
+"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export`, `data …` and `configs`."""
 
 import json
 from collections.abc import Sequence
@@ -178,6 +178,96 @@ def export(
 
     try:
         exporting.main(folder, out, step, lambda line: print(printable(line)), weights)
+    except InputError as error:
+        return fail(str(error), 2)
+    return 0
+
+
+data = tyro.extras.SubcommandApp()
+app.command(data, name="data", help="Make a tokenizer, and write text as files of tokens, to train on.")
+
+Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
+Form = Annotated[Literal["text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
+
+
+@data.command
+def prepare(
+    source: Source = (),
+    *,
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="FILE")],
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")],
+    form: Form = "text",
+    validation_fraction: Annotated[float, tyro.conf.arg(metavar="F")] = 0.05,
+    shard_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000_000,
+    end_of_text: Annotated[str, tyro.conf.arg(metavar="TOKEN|none")] = "auto",
+    text_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "text",
+    prompt_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "prompt",
+    answer_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "answer",
+) -> int:
+    """Write text as a folder of tokens, for data.format: tokens. It appears whole or not at all.
+
+    Args:
+        source: Files, folders or globs to read; nothing: the source of Python's standard library.
+        tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
+        out: The folder, a new one.
+        form: Each file is a text; or (jsonl-text) each line is JSON with a text; or (prompts) with a prompt and an answer.
+        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those whose hash says so.
+        shard_tokens: A file of tokens ends with the document that makes it as large as this.
+        end_of_text: The token that ends each document; by default the one that the tokenizer has for it.
+        text_key: Of a JSON line.
+        prompt_key: Of a JSON line.
+        answer_key: Of a JSON line.
+    """
+    with interrupt.held():
+        from jpipe import InputError
+        from train.console.progress import Reporter
+        from train.data import prepare as preparing
+        from train.data.texts import Keys
+    interrupt.check()
+
+    files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
+    end = None if end_of_text == "none" else end_of_text
+    try:
+        preparing.prepare(files, tokenizer, out, Reporter(1, 1, "bytes"), validation_fraction, shard_tokens, end)
+    except InputError as error:
+        return fail(str(error), 2)
+    return 0
+
+
+@data.command(name="tokenizer")
+def make_tokenizer(
+    source: Source = (),
+    *,
+    vocab_size: Annotated[int, tyro.conf.arg(metavar="N")],
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")],
+    form: Form = "text",
+    kind: Literal["decoder", "bert"] = "decoder",
+    text_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "text",
+    prompt_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "prompt",
+    answer_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "answer",
+) -> int:
+    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, so for every text.
+
+    Args:
+        source: Files, folders or globs to read; nothing: the source of Python's standard library.
+        vocab_size: How many tokens, at most.
+        out: The tokenizer.json, a new file.
+        form: As in jpipe data prepare.
+        kind: Of the model: its special tokens are <|endoftext|>, or those of BERT.
+        text_key: Of a JSON line.
+        prompt_key: Of a JSON line.
+        answer_key: Of a JSON line.
+    """
+    with interrupt.held():
+        from jpipe import InputError
+        from train.console.progress import Reporter
+        from train.data import prepare as preparing
+        from train.data.texts import Keys
+    interrupt.check()
+
+    files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
+    try:
+        preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
     except InputError as error:
         return fail(str(error), 2)
     return 0

@@ -14,7 +14,8 @@ from flax import nnx
 
 import jpipe
 from train.config.config import ModelConfig
-from train.data import data
+from train.data.splits import read_bytes
+from train.data.windows import Windows
 from train.models import cross_entropy, layers
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -43,8 +44,8 @@ class Task:
 
 def make_gpt() -> Task:
     """Four blocks of width 64, 240,000 parameters; Adam; 8 sequences of 64 bytes per batch."""
-    text = data.read_text(None, 0.05)
-    train, held_out = data.Windows(text.train, SEQ_LEN), data.Windows(text.validation, SEQ_LEN)
+    text = read_bytes(None, 0.05)
+    train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
     return Task(
         layers.layers(ModelConfig(depth=4, width=64, heads=4, seq_len=SEQ_LEN)),
@@ -95,6 +96,6 @@ def _shuffled(count: int, size: int, read: Callable[[np.ndarray], Batch], seed: 
             yield read(order[i * size : (i + 1) * size])
 
 
-def _stack(windows: data.Windows, rows: np.ndarray) -> Batch:
+def _stack(windows: Windows, rows: np.ndarray) -> Batch:
     inputs, labels = zip(*(windows[int(row)] for row in rows), strict=True)
     return np.stack(inputs), np.stack(labels)

@@ -40,6 +40,8 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
             batches = data.load(config)
+        for remark in batches.remarks:
+            reporter.say(remark)
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.train[0]))
         rule = optimizer(config.optimizer, config.train.steps, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}

@@ -3,7 +3,6 @@
 import re
 import reprlib
 import warnings
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -13,44 +12,21 @@ from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
 from train.config import entry_point, optax_names
+from train.config.data_config import DataConfig as DataConfig
 from train.config.model_config import ModelConfig as ModelConfig
-from train.config.section import MOST_ROWS, Arguments, Count, OwnCode, Section
-
-
-def _usable_path(path: str) -> str:
-    """The path as it is, or an error where no file can have that name."""
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(f"{path!r} begins with an unknown user's home folder; give the full path") from None
-    if "\0" in path:
-        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
-    return path
-
+from train.config.section import AUTO as AUTO
+from train.config.section import MOST_ROWS, Arguments, Count, FilePath, OwnCode, Section
 
 MOST_MICROBATCHES = 1024
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
-AUTO = "auto"  # in place of a plan's file
 FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
 METRICS = ("accuracy",)  # that need no code of the user's own
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class RunConfig(Section):
     """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
 
     dir: FilePath | None = None
-
-
-class DataConfig(OwnCode):
-    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
-
-    With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.data.own_data`.
-    """
-
-    path: FilePath | None = None
-    validation_fraction: Fraction = 0.05
 
 
 class TrainConfig(Section):
@@ -330,7 +306,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _all_bytes_are_symbols(self) -> "Config":
-        if self.model.target is None and self.data.target is None and self.model.vocab_size < 256:
+        if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
         return self
 

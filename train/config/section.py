@@ -1,6 +1,7 @@
 """What sections of a config are made of: their base classes, and the types of keys that several of them have."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
@@ -12,6 +13,22 @@ MOST_ROWS = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Target = Annotated[str, AfterValidator(entry_point.check_form)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+
+
+def _usable_path(path: str) -> str:
+    """The path as it is, or an error where no file can have that name."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{path!r} begins with an unknown user's home folder; give the full path") from None
+    if "\0" in path:
+        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
+    return path
+
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+AUTO = "auto"  # in place of a plan's file, a size or a token: found when the run starts
 
 
 class Section(BaseModel):

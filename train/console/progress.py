@@ -8,7 +8,16 @@ from contextlib import contextmanager
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -84,6 +93,21 @@ class Reporter:
                 task = bar.add_task("", total=None)
                 yield lambda done, total: bar.update(task, completed=done, total=total)
         self.say(f"{words}: {self._clock() - began:.1f} s")
+
+    @contextmanager
+    def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Announce the reading of `total` bytes; the context gives a function that takes how many more are done."""
+        began = self._clock()
+        if not self._console.is_terminal:
+            self.say(f"{words} …")
+            yield lambda more: None
+        else:
+            columns = TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+            with Progress(*columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=total)
+                yield lambda more: bar.advance(task, more)
+        seconds = self._clock() - began
+        self.say(f"{words}: {seconds:.1f} s, {total / 1e6 / max(seconds, 1e-9):.1f} MB/s")
 
     @contextmanager
     def training(self) -> Iterator[None]:

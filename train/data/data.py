@@ -1,40 +1,23 @@
-"""Text for training: files found and read as bytes, split into train and validation, cut into windows, batched by index.
+"""Data for training and validation: what a config names is found, split, made to rows and batched by index.
 
 Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
 read when they are needed.
 """
 
-import glob
-import hashlib
-import os
-import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import grain
-import numpy as np
-from jaxtyping import Int32, UInt8
 
 from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import own_data
-from train.data.rows import Batch, BatchesOfRows
+from train.data import masked, own_data, splits, windows
+from train.data.rows import Batch, BatchesOfRows, Elements
+from train.data.splits import Split
 
-
-@dataclass(frozen=True)
-class Text:
-    """The bytes for training and for validation, and a phrase that says where they come from."""
-
-    train: UInt8[np.ndarray, " n"]
-    validation: UInt8[np.ndarray, " k"]
-    source: str
-
-    def digest(self) -> str:
-        """The same for the same bytes only."""
-        return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
+Rows = windows.Windows | windows.Examples | masked.Masked
 
 
 @runtime_checkable
@@ -58,6 +41,7 @@ class Data:
         source: a phrase that says where they come from.
         amount: how much that is, in words.
         digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
+        remarks: what was left out, in words.
     """
 
     train: Batches
@@ -65,34 +49,31 @@ class Data:
     source: str
     amount: str
     digest: Callable[[], str]
+    remarks: tuple[str, ...] = ()
 
 
 def load(config: Config) -> Data:
-    """Read the text that `config.data` names and batch it as `config` says, or call what it names instead.
+    """Read what `config.data` names and batch it as `config` says, or call what it names instead.
 
     Raises:
-        InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation.
+        InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
+            tokens do not fit the model.
     """
     if config.data.target is not None:
         sizes = config.seed, config.train.batch_size, config.train.steps
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
         amount = f"{count(len(validation), 'batch', 'es')} for validation"
         return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
-    text = read_text(config.data.path, config.data.validation_fraction)
-    seq_len, batch_size = config.model.seq_len, config.train.batch_size
-    need = batch_size * seq_len + 1
-    if min(text.train.size, text.validation.size) < need:
-        raise InputError(
-            f"data.path: expected at least {need} bytes for training and {need} for validation "
-            f"(train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one), found {text.train.size} and "
-            f"{text.validation.size} in {text.source}; give more text, raise data.validation_fraction, or lower "
-            "train.batch_size or model.seq_len"
-        )
-    windows = grain.MapDataset.source(Windows(text.train, seq_len)).shuffle(seed=config.seed).repeat()
-    held_out = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)  # spread over the files, never by config.seed
-    batch = batch_size, (seq_len,), np.dtype(np.int32)
-    amount = f"{text.train.size:,} tokens for training, {text.validation.size:,} for validation"
-    return Data(BatchesOfRows(windows, *batch), BatchesOfRows(held_out, *batch), text.source, amount, text.digest)
+    _check_objective(config)
+    found = splits.read(config)
+    _check_vocabulary(config, found)
+    apart = _apart(config, found)
+    rows = [_rows(config, found, part, apart=apart) for part in (0, 1)]
+    _check_amount(config, found, *rows)
+    seq_len = config.model.seq_len
+    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
+    batches = [BatchesOfRows(_in_order(config, rows[part], part), config.train.batch_size, spec) for part in (0, 1)]
+    return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
 
 
 def portion(config: Config) -> tuple[int, str]:
@@ -106,94 +87,110 @@ def loss_unit(config: Config) -> str:
     """What follows a loss in words, if it is known what that is."""
     if config.loss.target is not None:
         return ""
-    return " nats per byte" if config.data.target is None else " nats per label"
+    if config.data.target is not None:
+        return " nats per label"
+    if config.data.objective == "masked":
+        return " nats"  # the sum of two means: per masked token, and per row
+    return " nats per byte" if config.data.format == "bytes" else " nats per token"
 
 
-class Windows:
-    """The text as windows of `seq_len` bytes, one after the other, each with itself moved on by one byte as labels."""
-
-    def __init__(self, text: UInt8[np.ndarray, " n"], seq_len: int):
-        self._text = text
-        self._seq_len = seq_len
-
-    def __len__(self) -> int:
-        return (self._text.size - 1) // self._seq_len
-
-    def __getitem__(self, index: int) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
-        start = index * self._seq_len
-        window = self._text[start : start + self._seq_len + 1].astype(np.int32)
-        return window[:-1], window[1:]
+def _check_objective(config: Config) -> None:
+    """Refuse batches that the built-in model and loss have not been made for."""
+    if config.model.target is not None or config.loss.target is not None:
+        return
+    kind, objective = config.model.kind, config.data.objective
+    if kind == "bert" and objective != "masked":
+        raise InputError(
+            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text or tokens"
+        )
+    if kind != "bert" and objective == "masked":
+        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
-def read_text(path: str | None, validation_fraction: float) -> Text:
-    """Read `path` (a file, a folder or a glob; None: the standard library's source) and split it."""
-    source = f"'{path}'" if path is not None else "the standard library's source"
-    try:
-        names, files = find_files(path)
-        contents = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
-    except OSError as error:
-        raise InputError(f"data.path: cannot read '{error.filename}': {error.strerror}; give files that can be read") from None
-    if len(files) == 1:
-        cut = round(contents[0].size * (1 - validation_fraction))
-        return Text(contents[0][:cut], contents[0][cut:], source)
-    held_out = validation_names(names, validation_fraction)
-    train = [content for name, content in zip(names, contents, strict=True) if name not in held_out]
-    validation = [content for name, content in zip(names, contents, strict=True) if name in held_out]
-    return Text(np.concatenate(train), np.concatenate(validation), f"{source} ({len(files)} files)")
+def _check_vocabulary(config: Config, found: Split) -> None:
+    """Refuse tokens that the built-in model has no place for."""
+    need = found.train.vocab_size
+    if config.model.target is None and need > (have := config.model.vocab_size):
+        of_folder = f"the tokens of '{config.data.path}'"
+        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.format, f"the tokens of '{config.data.tokenizer}'")
+        raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
-def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
-    """Which of two or more files are for validation: those whose hashed name falls under `fraction`, so that other files change nothing.
+def _apart(config: Config, found: Split) -> bool:
+    """Whether the documents in a row are kept apart, as segments."""
+    known = found.train.have_ends and found.validation.have_ends
+    if config.data.boundaries == "keep" and not known:
+        raise InputError(
+            f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
+            "prepare it again, or ignore them"
+        )
+    default = "ignore" if config.data.format == "bytes" or config.data.objective == "masked" else "keep"
+    return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
 
-    At least one, and never all.
+
+def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
+    """The rows of one part, each once."""
+    documents, data, seq_len = (found.train, found.validation)[part], config.data, config.model.seq_len
+    if found.train.have_answers or data.format == "prompts":
+        if data.objective == "masked":
+            raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
+        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=found.place[part])
+    if data.objective == "masked":
+        assert found.tokenizer is not None
+        return masked.Masked(documents, found.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
+    return windows.Windows(documents, seq_len, apart=apart)
+
+
+def _in_order(config: Config, rows: Rows, part: int) -> Elements:
+    """The rows in the order of their batches: those to learn from without end."""
+    if isinstance(rows, masked.Masked):
+        return masked.Drawn(rows, epochs=part == 0)
+    shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
+    return shuffled.repeat() if part == 0 else shuffled
+
+
+def _seed(config: Config, part: int) -> int:
+    return config.seed if part == 0 else 0  # validation is spread over the files, but never by config.seed
+
+
+def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -> None:
+    """Refuse less than one batch of either.
+
+    Raises:
+        InputError: there is less.
     """
-    rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
-    ordered = sorted(names, key=lambda name: rank[name])
-    held_out = sum(rank[name] < fraction for name in names)
-    return frozenset(ordered[: min(max(held_out, 1), len(names) - 1)])
-
-
-def find_files(path: str | None) -> tuple[list[str], list[Path]]:
-    """The files to read in a fixed order, and their names relative to the folder searched (names decide the split)."""
-    if path is None:
-        return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
-    root = Path(path).expanduser()
-    if root.is_dir():
-        names, files = _walk(root)
-    elif root.exists():
-        names, files = [root.name], [root] if root.is_file() else []
-    elif glob.has_magic(path):
-        names, files = _match(str(root))
+    batch_size, seq_len = config.train.batch_size, config.model.seq_len
+    if min(len(train), len(validation)) >= batch_size:
+        return
+    if isinstance(train, windows.Examples):
+        need, unit, have = batch_size, "rows of examples", (len(train), len(validation))
+        why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
+    elif isinstance(train, masked.Masked):
+        each = seq_len - masked.SPECIAL
+        need, unit, have = batch_size * each, found.unit, (found.train.size, found.validation.size)
+        why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
     else:
-        raise InputError(f"data.path: '{path}' does not exist; give a file, a folder or a glob, or null for the standard library's source")
-    if not files:
-        raise InputError(f"data.path: found no regular file at '{path}', so 0 bytes; give a file, a folder or a glob that holds text")
-    return names, files
+        need, unit, have = batch_size * seq_len + 1, found.unit, (found.train.size, found.validation.size)
+        why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
+    more = "prepare more" if config.data.format == "tokens" else "give more text"
+    if config.data.format != "tokens" and config.data.validation_path is None:
+        more += ", raise data.validation_fraction"
+    raise InputError(
+        f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
+        f"{found.source}; {more}, or lower train.batch_size or model.seq_len"
+    )
 
 
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+def _amount(found: Split, train: Rows, validation: Rows) -> str:
+    """How much there is to learn from, in words."""
+    words = f"{found.train.size:,} tokens for training, {found.validation.size:,} for validation"
+    if isinstance(train, windows.Examples):
+        words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
+    return words
 
 
-def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
-    """Every regular file under `root`, hidden ones and symbolic links (loops, doubles) left out."""
-    found = {}
-    for folder, subfolders, files in os.walk(root, onerror=_raise):
-        subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
-        for name in files:
-            file = Path(folder, name)
-            if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
-                found[file.relative_to(root).as_posix()] = file
-    return sorted(found), [found[name] for name in sorted(found)]
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _match(pattern: str) -> tuple[list[str], list[Path]]:
-    """Every regular file that matches, named relative to the part of the pattern before its first wildcard."""
-    parts = Path(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    found = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
-    return sorted(found), [found[name] for name in sorted(found)]
+def _remarks(found: Split, *rows: Rows) -> tuple[str, ...]:
+    """What was left out, in words."""
+    left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
+    too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
+    return (*found.remarks, too_long) if left_out else found.remarks

@@ -5,9 +5,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import grain
 import jax
 import numpy as np
 
@@ -42,26 +41,49 @@ class Rows:
         return self.read(start, stop)
 
 
+@runtime_checkable
+class Elements(Protocol):
+    """Pairs of (inputs, labels) by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t is made of the elements t·b to (t + 1)·b - 1 of a data set of pairs, each read when its row is."""
+    """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is.
 
-    elements: grain.MapDataset[tuple[np.ndarray, np.ndarray]]
+    Attributes:
+        elements: pairs of (inputs, labels), each an array or a tree of arrays.
+        batch_size: b.
+        spec: shapes and dtypes of one of them.
+    """
+
+    elements: Elements
     batch_size: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    spec: Batch
 
     def __len__(self) -> int:
         return len(self.elements) // self.batch_size
 
     def __getitem__(self, index: int) -> Batch:
-        def half(part: int) -> Rows:
-            def read(start: int, stop: int) -> np.ndarray:
-                return np.stack([self.elements[index * self.batch_size + i][part] for i in range(start, stop)])
+        specs, structure = jax.tree.flatten(self.spec)
 
-            return Rows((self.batch_size, *self.shape), self.dtype, read)
+        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly alike
+        def leaves(start: int, stop: int) -> list[np.ndarray]:
+            rows = [jax.tree.leaves(self.elements[index * self.batch_size + i]) for i in range(start, stop)]
+            if not rows:
+                return [np.zeros((0, *leaf.shape), leaf.dtype) for leaf in specs]
+            return [np.stack(same) for same in zip(*rows, strict=True)]
 
-        return half(0), half(1)
+        found = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_of, leaves, i)) for i, leaf in enumerate(specs)]
+        batch: Batch = jax.tree.unflatten(structure, found)
+        return batch
+
+
+def _of(leaves: Callable[[int, int], list[np.ndarray]], number: int, start: int, stop: int) -> np.ndarray:
+    return leaves(start, stop)[number]
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:

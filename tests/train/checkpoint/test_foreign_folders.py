@@ -14,7 +14,7 @@ from train.assemble.build import make_plan
 from train.checkpoint.export import main as export
 from train.checkpoint.resume import find
 from train.checkpoint.run_folder import OUTPUTS, RunFolder
-from train.data import data
+from train.data.splits import read_bytes
 from train.launch.together import Together
 from train.report.tensorboard import TensorBoard
 from train.run import loop
@@ -238,4 +238,4 @@ def test_text_files_whose_names_are_not_utf8_are_read(tmp_path):
     for name in (b"\xff.txt", b"b.txt"):
         with open(os.fsencode(tmp_path / "text") + b"/" + name, "wb") as file:
             file.write(b"hello " * 100)
-    assert data.read_text(str(tmp_path / "text"), 0.2).train.size == 600
+    assert read_bytes(str(tmp_path / "text"), 0.2).train.size == 600

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import grain
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from jpipe import InputError
 from tests.train.conftest import changed
-from train.data import data
+from train.data import data, sources, splits
+from train.data.documents import Documents
 from train.data.rows import BatchesOfRows
+from train.data.windows import Windows
 
 
 def test_labels_are_the_inputs_moved_on_by_one(tiny, text):
@@ -45,6 +48,10 @@ def test_validation_does_not_depend_on_the_seed(tiny):
     np.testing.assert_array_equal(whole(batches.validation[0]), whole(others.validation[0]))
 
 
+def text_of(documents: Documents) -> bytes:
+    return bytes(documents.read(0, documents.size).tolist())
+
+
 def whole(batch) -> tuple[np.ndarray, ...]:
     return tuple(rows[:] for rows in batch)
 
@@ -60,8 +67,9 @@ def test_batches_are_those_of_grain_and_only_the_rows_that_are_sliced_are_read()
             read.append(index)
             return np.full(3, index), np.full(3, -index)
 
+    row = jax.ShapeDtypeStruct((3,), np.dtype(np.int64))
     elements = grain.MapDataset.source(Source()).shuffle(seed=5).repeat()
-    batches, expected = BatchesOfRows(elements, 4, (3,), np.dtype(np.int64)), elements.batch(4, drop_remainder=True)
+    batches, expected = BatchesOfRows(elements, 4, (row, row)), elements.batch(4, drop_remainder=True)
     for t in (0, 1, 2, 3, 1000):  # ten elements: batch 2 is of two epochs
         np.testing.assert_array_equal(whole(batches[t]), expected[t])
     read.clear()
@@ -73,22 +81,22 @@ def test_batches_are_those_of_grain_and_only_the_rows_that_are_sliced_are_read()
 
 
 def test_an_epoch_holds_every_window_once():
-    windows = data.Windows(np.arange(41, dtype=np.uint8), 8)
+    windows = Windows(Documents.of(np.arange(41, dtype=np.uint8), 256), 8)
     assert [windows[i][0].tolist() for i in range(len(windows))] == [list(range(8 * i, 8 * i + 8)) for i in range(5)]
-    assert len(data.Windows(np.arange(40, dtype=np.uint8), 8)) == 4  # the last label is missing
+    assert len(Windows(Documents.of(np.arange(40, dtype=np.uint8), 256), 8)) == 4  # the last label is missing
 
 
 def test_a_single_file_is_split_by_position(text):
-    found = data.read_text(str(text), 0.25)
-    assert found.train.tobytes() + found.validation.tobytes() == text.read_bytes()
+    found = splits.read_bytes(str(text), 0.25)
+    assert text_of(found.train) + text_of(found.validation) == text.read_bytes()
     assert found.validation.size == text.stat().st_size // 4
 
 
 def test_files_are_split_whole(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 10)
-    found = data.read_text(str(tmp_path), 0.3)
-    train, validation = set(found.train.tolist()), set(found.validation.tolist())
+    found = splits.read_bytes(str(tmp_path), 0.3)
+    train, validation = set(text_of(found.train)), set(text_of(found.validation))
     assert train | validation == set(range(40))
     assert not train & validation
     assert 4 < len(validation) < 20
@@ -97,17 +105,17 @@ def test_files_are_split_whole(tmp_path):
 @given(st.sets(st.text("abc/", min_size=1), min_size=2), st.floats(0.01, 0.99), st.randoms())
 def test_the_split_is_stable_and_never_one_sided(names, fraction, random):
     ordered = sorted(names)
-    held_out = data.validation_names(ordered, fraction)
+    held_out = sources.validation_names(ordered, fraction)
     shuffled = random.sample(ordered, len(ordered))
-    assert held_out == data.validation_names(shuffled, fraction)
+    assert held_out == sources.validation_names(shuffled, fraction)
     assert 0 < len(held_out) < len(names)
     if len(held_out) > 1 and len(names) > len(held_out) + 1:  # not at either limit: any other file may go, and nothing moves
         gone = next(iter(names - held_out))
-        assert data.validation_names(sorted(names - {gone}), fraction) == held_out
+        assert sources.validation_names(sorted(names - {gone}), fraction) == held_out
 
 
 def test_the_standard_library_is_read_without_tests_and_packages():
-    names, files = data.find_files(None)
+    names, files = sources.find_files(None)
     root = Path(sysconfig.get_path("stdlib"))
     assert {"os.py", "json/decoder.py"} <= set(names)
     assert [root / name for name in names] == files == sorted(files, key=lambda file: file.relative_to(root).as_posix())
@@ -122,14 +130,14 @@ def test_hidden_files_links_and_pipes_are_passed_over(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a.txt")
     (tmp_path / "loop").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert data.find_files(str(tmp_path))[0] == ["a.txt"]
+    assert sources.find_files(str(tmp_path))[0] == ["a.txt"]
 
 
 def test_a_glob_names_files_below_its_fixed_part(tmp_path):
     for name in ("x/one.md", "x/y/two.md", "x/three.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert data.find_files(str(tmp_path / "x" / "**" / "*.md"))[0] == ["one.md", "y/two.md"]
+    assert sources.find_files(str(tmp_path / "x" / "**" / "*.md"))[0] == ["one.md", "y/two.md"]
 
 
 def test_a_text_that_is_too_short_says_how_much_is_missing(tiny, text):
@@ -145,7 +153,7 @@ def test_a_text_that_is_too_short_says_how_much_is_missing(tiny, text):
 def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
     path = {"empty folder": str(tmp_path), "device": os.devnull, "no match": str(tmp_path / "*.txt")}[kind]
     with pytest.raises(InputError, match=r"found no regular file at .* so 0 bytes"):
-        data.read_text(path, 0.5)
+        splits.read_bytes(path, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +165,16 @@ def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeyp
 
     monkeypatch.setattr(f"{module}.{function}", refuse)
     with pytest.raises(InputError, match=rf"data\.path: cannot read '{tmp_path}.*': Permission denied; give files that can be read"):
-        data.read_text(str(tmp_path), 0.5)
+        splits.read_bytes(str(tmp_path), 0.5)
 
 
 def test_a_path_too_long_is_refused():
     with pytest.raises(InputError, match=r"data\.path: cannot read 'a{400}': File name too long; give files that can be read"):
-        data.read_text("a" * 400, 0.5)
+        splits.read_bytes("a" * 400, 0.5)
 
 
 def test_names_that_are_not_utf8_are_read_as_others(tmp_path):
     for name in (b"a", b"\xff.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"text")
-    found = data.read_text(str(tmp_path), 0.5)
+    found = splits.read_bytes(str(tmp_path), 0.5)
     assert (found.train.size, found.validation.size) == (4, 4)

@@ -1,0 +1,167 @@
+"""Folders of tokens are written whole or not at all, and hold what the tokenizer makes of the text."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as library
+
+from jpipe import InputError
+from tests.train.data.conftest import SENTENCES, quiet
+from train import cli
+from train.data import prepare, texts, token_files
+from train.data.prepare import Files
+from train.data.texts import Keys
+
+
+def test_a_folder_holds_the_tokens_of_every_text(documents, tokenizer, tmp_path, capsys):
+    out = tmp_path / "tokens"
+    assert cli.main(["data", "prepare", str(documents), "--tokenizer", tokenizer, "--out", str(out), "--shard-tokens", "100"]) == 0
+    folder, index = token_files.read_index(str(out), "data.path")
+    rules = library.Tokenizer.from_file(tokenizer)
+    end = rules.token_to_id("<|endoftext|>")
+    every = [[*rules.encode(file.read_text()).ids, end] for file in sorted(documents.iterdir()) if file.stat().st_size]
+    found = []
+    for part in (index.train, index.validation):
+        read = token_files.documents(folder, index, part)
+        ends = np.flatnonzero(read.begins(0, read.size)).tolist()
+        found += [read.read(a, b).tolist() for a, b in zip(ends, [*ends[1:], read.size], strict=True)]
+    assert sorted(found) == sorted(every)
+    assert len(found) == 58
+    for shard in index.train[:-1]:
+        assert shard.tokens >= 100 > shard.tokens - max(map(len, every))
+    for shard in (*index.train, *index.validation):
+        content = (out / f"{shard.name}.bin").read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (2 * shard.tokens, shard.sha256)
+    assert (out / "tokenizer.json").read_bytes() == Path(tokenizer).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["documents", "tokens"]
+    size = sum(file.stat().st_size for file in documents.iterdir())
+    tokens, shards = sum(map(len, every)), len(index.train) + len(index.validation)
+    printed = capsys.readouterr().out
+    assert f"{out}: 58 documents, {tokens:,} tokens (" in printed
+    assert f" {shards} shards, {2 * tokens:,} bytes; {tokens / size:.3f} tokens per byte of {size:,}\n" in printed
+    assert f"2 empty documents left out, the first is '{documents}/07.txt'\n" in printed
+
+
+def test_json_lines_of_texts_and_of_prompts_make_folders(tokenizer, tmp_path):
+    lines = [{"q": f"question {i}?", "a": f"answer {i}"} for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rules = library.Tokenizer.from_file(tokenizer)
+    for form in ("jsonl-text", "prompts"):
+        files = Files([str(tmp_path / "a.jsonl")], form, Keys("q", "q", "a"))
+        index = prepare.prepare(files, tokenizer, str(tmp_path / form), quiet(), 0.3)
+        assert sum(shard.documents for shard in (*index.train, *index.validation)) == 50
+        read = token_files.documents(tmp_path / form, index, index.train)
+        assert index.validation
+        assert read.have_answers == (form == "prompts")
+    starts, ends, answers = read.examples()
+    for start, end, answer in zip(starts.tolist(), ends.tolist(), answers.tolist(), strict=True):
+        prompt, reply = rules.decode(read.read(start, answer).tolist()), rules.decode(read.read(answer, end).tolist())
+        assert {"q": prompt, "a": reply} in lines
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tokenizer, tmp_path):
+    content = json.loads(Path(tokenizer).read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 70_000, "content": "<|far|>"})
+    content["model"]["vocab"]["<|far|>"] = 70_000
+    (tmp_path / "large.json").write_text(json.dumps(content))
+    (tmp_path / "a.txt").write_text("one <|far|> two\nand three\n")
+    index = prepare.prepare(Files([str(tmp_path / "a.txt")]), str(tmp_path / "large.json"), str(tmp_path / "out"), quiet(), 0.0)
+    assert (index.dtype, index.vocab_size, index.validation) == ("uint32", 70_001, [])
+    assert 70_000 in token_files.documents(tmp_path / "out", index, index.train).read(0, 5)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), InputError("line 3")])
+def test_nothing_is_left_of_a_folder_that_is_not_finished(error, documents, tokenizer, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(prepare._Shards, "close", fail)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]
+    if isinstance(error, OSError):
+        assert "--out: cannot write" in str(caught.value)
+        assert "No space left on device; choose another place" in str(caught.value)
+    else:
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "{documents}"], r"--out: '.*documents' already exists; choose another name, or remove it first"),
+        (["missing.txt"], r"SOURCE: 'missing\.txt' does not exist; give a file, a folder or a glob"),
+        (["--validation-fraction", "1"], r"--validation-fraction: expected a number from 0 to less than 1, found 1\.0"),
+        (["--shard-tokens", "0"], r"--shard-tokens: expected at least 1, found 0"),
+        (["--tokenizer", "{documents}/00.txt"], r"--tokenizer: '.*00\.txt': expected a tokenizer\.json of the tokenizers library"),
+        (["--end-of-text", "nope"], r"expected it to have the end of text 'nope', found none"),
+        (
+            ["{documents}/07.txt"],
+            r"data prepare: expected documents for training and for validation, found 0 documents in .*, none for training",
+        ),
+        (["--format", "prompts", "{documents}/00.txt"], r"00\.txt', line 1: expected an object of JSON"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_in_preparing_is_one_line(words, message, documents, tokenizer, tmp_path, capsys):
+    words = [word.format(documents=documents) for word in words]
+    given = {"--tokenizer": tokenizer, "--out": str(tmp_path / "new")}
+    usual = [part for name, value in given.items() if name not in words for part in (name, value)]
+    own = [] if any(not word.startswith("--") for word in words[::2]) or "--format" in words else [str(documents)]
+    assert cli.main(["data", "prepare", *words, *usual, *own]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert re.search(message, printed), printed
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_tokenizer_is_made_from_text(documents, tmp_path, capsys):
+    out = tmp_path / "tokenizer.json"
+    assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"{out}: 270 tokens\n")
+    rules = library.Tokenizer.from_file(str(out))
+    for text in (*SENTENCES, "ünï ☃ \x00\n", " leading"):
+        assert rules.decode(rules.encode(text).ids) == text
+    assert len(rules.encode(SENTENCES[0]).ids) < len(SENTENCES[0])
+    before = out.read_bytes()
+    assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(out)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    out.unlink()
+    assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(out)]) == 0
+    assert out.read_bytes() == before
+    assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "100", "--out", str(tmp_path / "b")]) == 2
+    assert "--vocab-size: expected 257 (the bytes and 1 special token) to 16777216, found 100" in capsys.readouterr().err
+    (documents / "x.txt").write_bytes(b"\xff")
+    assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(tmp_path / "b")]) == 2
+    assert "expected text in UTF-8" in capsys.readouterr().err
+
+
+def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "PIECE", 1000)
+    monkeypatch.setattr(texts, "_BATCH", 4000)
+    alive, most = 0, 0
+
+    def counted(found, _):
+        nonlocal alive, most
+        for batch in texts._batches(found):
+            alive = sum(len(piece.text) for piece in batch)
+            most = max(most, alive)
+            yield from ((piece, np.ones(5, np.uint32)) for piece in batch)
+
+    monkeypatch.setattr(texts, "tokenized", counted)
+    (tmp_path / "a.txt").write_text("some words\n" * 50_000)
+    prepare.prepare(Files([str(tmp_path / "a.txt")]), tokenizer, str(tmp_path / "out"), quiet())
+    assert most < 10_000
+
+
+def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, tmp_path):
+    os.symlink(tmp_path / "elsewhere", tmp_path / "out")
+    with pytest.raises(InputError, match="already exists"):
+        prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,212 @@
+"""Tokenizers are read within limits; text is parted and put together to documents without a change."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as library
+
+from jpipe import InputError
+from train.data import texts
+from train.data import tokenizer as tokenizers
+from train.data.texts import Assembler, Keys, Piece
+
+
+def load(path, end_of_text="auto"):
+    return tokenizers.load(str(path), "data.tokenizer", end_of_text)
+
+
+def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_tokenizers):
+    decoder, bert = (load(made_tokenizers[kind]) for kind in ("decoder", "bert"))
+    assert decoder.vocab_size == decoder.rules.get_vocab_size() <= 300
+    assert (decoder.begin, decoder.end) == ((), decoder.id_of("<|endoftext|>"))
+    assert (bert.begin, bert.end) == ((), bert.id_of("[SEP]"))
+    assert load(made_tokenizers["decoder"], None).end is None
+    assert load(made_tokenizers["bert"], "[PAD]").end == 0
+    with pytest.raises(
+        InputError, match=r"decoder\.json': expected it to have the end of text '<\|endof\|>', found none; did you mean '<\|end"
+    ):
+        load(made_tokenizers["decoder"], "<|endof|>")
+    with pytest.raises(InputError, match=r"expected a tokenizer with the token \[MASK\] or <mask>, found none"):
+        decoder.id_of("[MASK]", "<mask>")
+
+
+def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer, tmp_path):
+    rules = library.Tokenizer.from_file(tokenizer)
+    rules.add_special_tokens(["<|begin|>", "<|end|>"])
+    begin, end = rules.token_to_id("<|begin|>"), rules.token_to_id("<|end|>")
+    rules.post_processor = library.processors.TemplateProcessing("<|begin|> $A <|end|>", None, [("<|begin|>", begin), ("<|end|>", end)])
+    rules.enable_truncation(3)
+    rules.enable_padding(length=10)
+    rules.save(str(tmp_path / "tokenizer.json"))
+    found = load(tmp_path / "tokenizer.json")
+    assert (found.begin, found.end) == ((begin,), end)
+    (tokens,) = found.encoded(["the quick brown fox"])
+    assert found.rules.decode(tokens.tolist()) == "the quick brown fox"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "found one that fails: Cannot instantiate Tokenizer"),
+        (b"{}", "found one that fails: Cannot instantiate Tokenizer"),
+        (b"\xff\xfe", "found one that fails: Cannot instantiate Tokenizer"),
+        (b"[" * 10**6, "found one that fails: Cannot instantiate Tokenizer"),
+        (b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}', "expected 1 to 16,777,216 tokens"),
+        (None, "cannot read .*: it is larger than 128 MiB"),
+    ],
+    ids=["empty", "no keys", "bytes", "deep", "no tokens", "large"],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    if content is None:
+        with open(path, "wb") as file:
+            file.truncate(tokenizers.MOST_BYTES + 1)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"^data\.tokenizer: .*{message}"):
+        load(path)
+
+
+def test_whatever_fails_in_the_library_becomes_a_message(tokenizer, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    class Broken:
+        def encode_batch_fast(self, *_, **__):
+            raise Panic("index out of bounds")
+
+    found = load(tokenizer)
+    with pytest.raises(InputError, match=r"cannot tokenize, found one that fails: it panics"):
+        tokenizers.Tokenizer(Broken(), b"", found.where, (), None).encoded(["a"])
+
+
+def test_a_long_text_is_parted_where_the_tokenizer_parts_it(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "PIECE", 40)
+    monkeypatch.setattr(texts, "_BLOCK", 7)
+    lines = [f"word{'s' * (i % 5)}; ünï\n" + ("    indented\n" if i % 3 == 0 else "") + ("\n\n" if i % 7 == 0 else "") for i in range(200)]
+    text = "".join(lines)
+    (tmp_path / "a").write_text(text)
+    found = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
+    assert sum(piece.size for piece in found) == len(text.encode())
+    assert len(found) > 30
+    loaded = load(tokenizer)
+    parts = [tokens for _, tokens in texts.tokenized(found, loaded)]
+    np.testing.assert_array_equal(np.concatenate(parts), loaded.encoded([text])[0])
+
+
+def test_a_text_without_lines_is_parted_between_words_or_anywhere(monkeypatch):
+    monkeypatch.setattr(texts, "PIECE", 10)
+    assert texts._good_end("a word or another, and more of them") == 18  # behind "another,"
+    assert texts._good_end("x" * 50) == 20
+
+
+def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list[str]]]:
+    """Documents as the text of their tokens."""
+    loaded, done = load(tokenizer), []
+
+    class Sink:
+        under_way: list[int] = []  # noqa: RUF012
+
+        def add(self, tokens):
+            self.under_way = [*self.under_way, *tokens.tolist()]
+
+        def end(self, answer, place):
+            words = loaded.rules.decode(self.under_way, skip_special_tokens=False)
+            done.append(words if answer is None else (loaded.rules.decode(self.under_way[:answer]), words))
+            self.under_way = []
+
+    made = Assembler(loaded, {False: Sink(), True: Sink()})
+    for piece, tokens in texts.tokenized(pieces, loaded):
+        made.add(piece, tokens)
+    return made, done
+
+
+def text_piece(text: str, *, last: bool = True) -> Piece:
+    return Piece(text, "text", last, False, (Path("a.txt"), 0), len(text))
+
+
+def test_each_document_ends_with_the_end_of_text_once(tokenizer):
+    end = "<|endoftext|>"
+    pieces = [
+        text_piece("one ", last=False),
+        text_piece("more"),
+        text_piece(""),
+        text_piece(f"two{end}three{end}"),
+        text_piece(f"{end}{end}"),
+        text_piece("four"),
+    ]
+    made, found = assembled(pieces, tokenizer)
+    assert found == [f"one more{end}", f"two{end}", f"three{end}", f"four{end}"]
+    assert (made.documents, made.empty) == (4, 2)
+    assert made.left_out() == "2 empty documents left out, the first is 'a.txt'"
+
+
+def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
+    lines = [{"prompt": "2 + 2 = ", "answer": "4"}, {"prompt": "nothing", "answer": ""}, {"prompt": "", "answer": "all"}]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    pieces = list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
+    made, found = assembled(pieces, tokenizer)
+    assert found == [("2 + 2 = ", "2 + 2 = 4<|endoftext|>"), ("", "all<|endoftext|>")]
+    assert made.left_out().endswith("a.jsonl', line 3")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", r"line 2: expected an object of JSON, found '\{\\n': Expecting property name"),
+        (b"[1]", r"line 2: expected an object of JSON such as \{\"prompt\": …\}, found list"),
+        (b'{"prompt": "x"}', r"line 2: expected the key 'answer', found \['prompt'\]; correct it, or name another key"),
+        (b'{"prompt": "x", "answer": 4}', r"line 2: expected text in 'answer', found int"),
+        (b'{"prompt": "\xff", "answer": ""}', r"line 2: expected text in UTF-8, found the byte 0xff at 12"),
+        (rb'{"prompt": "\ud800", "answer": ""}', r"line 2: expected characters in 'prompt', found half of one"),
+        (b"[" * 10**5, r"line 2: expected an object of JSON, found '\[+\.*'?"),
+        (b'{"answer": "", "prompt": ' + b"9" * 5000 + b"}", r"line 2: expected an object of JSON"),
+    ],
+    ids=["cut off", "list", "key", "type", "bytes", "surrogate", "deep", "number"],
+)
+def test_a_wrong_line_is_named(line, message, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "good", "answer": "line"}\n' + line + b"\n")
+    with pytest.raises(InputError, match=rf"^data\.path: '{tmp_path}/a\.jsonl', {message}"):
+        list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
+
+
+def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "_LONGEST_LINE", 10)
+    (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
+    with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
+        list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "jsonl-text", 0.0, Keys(), "data.path"))
+
+
+@pytest.mark.parametrize("block", [2**20, 3])
+def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "_BLOCK", block)
+    (tmp_path / "a.txt").write_bytes("ünï".encode() + b"x\xfe")
+    with pytest.raises(InputError, match=r"expected text in UTF-8 in '.*a\.txt', found the byte 0xfe at 6; convert the file"):
+        list(texts.pieces(["a"], [tmp_path / "a.txt"], "text", 0.0, Keys(), "data.path"))
+
+
+@pytest.mark.parametrize("content", ["ab\ncd\nef\ngh\n", "ünïcödé" * 3], ids=["lines", "one line"])
+def test_a_single_text_is_held_out_from_a_line_on(content, tmp_path):
+    (tmp_path / "a.txt").write_text(content)
+    train, held_out = texts.pieces(["a"], [tmp_path / "a.txt"], "text", 0.4, Keys(), "data.path")
+    assert train.text + held_out.text == content
+    assert (train.held_out, held_out.held_out) == (False, True)
+    assert held_out.text
+    assert train.text.endswith("\n") == ("\n" in content)
+
+
+def test_which_json_lines_are_held_out_depends_on_their_text_only(tmp_path):
+    lines = [json.dumps({"text": f"line {i}"}) for i in range(200)]
+
+    def held_out(name: str, some: list[str]) -> set[str]:
+        (tmp_path / name).write_text("\n".join(some))
+        return {piece.text for piece in texts.pieces([name], [tmp_path / name], "jsonl-text", 0.2, Keys(), "") if piece.held_out}
+
+    found = held_out("a", lines)
+    assert 20 < len(found) < 60
+    assert held_out("b", lines[50:] + lines[:50]) == found
+    assert held_out("c", lines[:100]) == found & {f"line {i}" for i in range(100)}

@@ -1,0 +1,179 @@
+"""What a config's data is read from, as documents for training and for validation: bytes, text with a tokenizer, prompts, token files."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jpipe import InputError
+from train.config.config import Config
+from train.data import sources, texts, token_files
+from train.data import tokenizer as tokenizers
+from train.data.documents import Documents
+
+BYTES = 256  # symbols of a text that is read as bytes
+Place = Callable[[int], str] | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: held out.
+        source: a phrase that says where they come from.
+        digest: what it gives is the same in two processes only if their documents are, as far as a sample of large files tells.
+        tokenizer: that made their tokens, if there is one here.
+        unit: what they are counted in.
+        place: names an example of each for messages, if they are examples.
+        remarks: what was left out, in words.
+    """
+
+    train: Documents
+    validation: Documents
+    source: str
+    digest: Callable[[], str]
+    tokenizer: tokenizers.Tokenizer | None = None
+    unit: str = "tokens"
+    place: tuple[Place, Place] = (None, None)
+    remarks: tuple[str, ...] = ()
+
+
+def read(config: Config) -> Split:
+    """The documents that `config.data` names.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    data = config.data
+    if data.format == "bytes":
+        return read_bytes(data.path, data.validation_fraction, data.validation_path)
+    return _of_token_files(config) if data.format == "tokens" else _of_texts(config)
+
+
+def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
+    """Read `path` (a file, a folder or a glob; None: the standard library's source) as bytes and split it."""
+    source = sources.named(path)
+    with sources.readable():
+        names, files = sources.find_files(path)
+        contents = [file.read_bytes() for file in files]
+    if validation_path is not None:
+        with sources.readable("data.validation_path"):
+            others = [file.read_bytes() for file in sources.find_files(validation_path, "data.validation_path")[1]]
+        return _split_bytes(contents, others, source)
+    if len(files) == 1:
+        cut = round(len(contents[0]) * (1 - validation_fraction))
+        return _split_bytes([contents[0][:cut]], [contents[0][cut:]], source)
+    held_out = sources.validation_names(names, validation_fraction)
+    train = [content for name, content in zip(names, contents, strict=True) if name not in held_out]
+    validation = [content for name, content in zip(names, contents, strict=True) if name in held_out]
+    return _split_bytes(train, validation, f"{source} ({len(files)} files)")
+
+
+def _split_bytes(train: list[bytes], validation: list[bytes], source: str) -> Split:
+    parts = _documents_of_bytes(train), _documents_of_bytes(validation)
+    return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
+
+
+def _digest(made_by: str, *parts: Documents) -> str:
+    return hashlib.sha256(" ".join([made_by, *(part.digest() for part in parts)]).encode()).hexdigest()
+
+
+def _documents_of_bytes(contents: list[bytes]) -> Documents:
+    whole: UInt8[np.ndarray, " n"] = np.frombuffer(b"".join(contents), np.uint8)
+    ends = np.cumsum([len(content) for content in contents if content], dtype=np.int64)
+    return Documents.of(whole, BYTES, ends)
+
+
+def _of_token_files(config: Config) -> Split:
+    """The folder that `jpipe data prepare` wrote."""
+    path = str(config.data.path)
+    folder, index = token_files.read_index(path, "data.path")
+    train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
+    digests = [functools.partial(token_files.digest, folder, index)]
+    if config.data.validation_path is not None:
+        other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
+        if (its.vocab_size, its.kind, its.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
+            raise InputError(
+                f"data.validation_path: expected {index.kind} of the same tokenizer as in '{path}', found {its.kind} of another; "
+                "prepare it with the same --tokenizer and --format"
+            )
+        held_out = other, its, [*its.train, *its.validation]
+        digests.append(functools.partial(token_files.digest, other, its))
+    elif not index.validation:
+        raise InputError(
+            f"data.path: '{path}' holds nothing for validation; name a folder that does, as data.validation_path, or prepare it with "
+            "--validation-fraction"
+        )
+    tokenizer = None
+    if config.data.objective == "masked":
+        tokenizer = tokenizers.load(folder / token_files.TOKENIZER, "data.path", None)
+        if tokenizer.sha256 != index.tokenizer_sha256:
+            raise InputError(f"data.path: '{folder / token_files.TOKENIZER}' is not the tokenizer that made the tokens; copy it again")
+    return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
+
+
+class _Memory:
+    """Documents in memory as they are made, and where they come from."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._tokens: list[np.ndarray] = []
+        self._size = 0
+        self._ends: list[int] = []
+        self._answers: list[int] = []
+        self._places: list[tuple[Path, int]] = []
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._tokens.append(tokens.astype(self._dtype))
+        self._size += tokens.size
+
+    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
+        if answer is not None:
+            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
+            self._places.append(place)
+        self._ends.append(self._size)
+
+    def documents(self, vocab_size: int) -> Documents:
+        whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
+        answers = np.asarray(self._answers, np.int64) if self._answers else None
+        return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), answers)
+
+    def place(self, example: int) -> str:
+        file, line = self._places[example]
+        return f"data.path: '{file}', line {line}"
+
+
+def _of_texts(config: Config) -> Split:
+    """Text files or JSON lines, tokenized here."""
+    data = config.data
+    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
+    form: texts.Format = "prompts" if data.format == "prompts" else "text"
+    keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
+    memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
+    made = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
+    fraction = data.validation_fraction if data.validation_path is None else 0.0
+    reads = [(data.path, fraction, "data.path")]
+    if data.validation_path is not None:
+        reads.append((data.validation_path, 0.0, "data.validation_path"))
+    for path, share, where in reads:
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), tokenizer):
+                made.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+    train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
+    return Split(
+        train,
+        validation,
+        sources.named(data.path),
+        functools.partial(_digest, tokenizer.sha256, train, validation),
+        tokenizer,
+        place=(memory[0].place, memory[1].place) if form == "prompts" else (None, None),
+        remarks=(made.left_out(),) if made.empty else (),
+    )

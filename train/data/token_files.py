@@ -1,0 +1,154 @@
+"""Folders of tokens, as `jpipe data prepare` writes them: tokens.json says what they hold, shards are read through memory maps.
+
+A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
+behind its last token as uint64; and `train-00000.answers` for prompts, the position of the first token of each answer as uint64.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jpipe import InputError
+from jpipe.errors import explain
+from jpipe.files import expanded, read_text
+from train.data import sources
+from train.data.documents import Documents, Shard
+from train.data.tokenizer import LARGEST_VOCABULARY
+
+INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+POSITIONS: np.dtype[Any] = np.dtype("<u8")
+_MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
+_SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
+_OPEN = 256  # maps at a time, each of which needs a file descriptor
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ShardFacts(_Part):
+    """One shard: `name` of its files without their endings, its `tokens` and its `documents` (null: nobody knows where they end), and the
+    sha256 of its tokens."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+    tokens: Annotated[int, Field(ge=1, le=2**62)]
+    documents: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    sha256: str | None = None
+
+
+class Index(_Part):
+    """The whole of tokens.json: what the tokens are, and the shards for training and for validation.
+
+    `end_of_text` is the token that ends each document, `tokenizer_sha256` that of the tokenizer.json beside it, `text_bytes` the size of
+    the text that it was made from.
+    """
+
+    format: Literal["jpipe-tokens/1"]
+    kind: Literal["text", "prompts"] = "text"
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
+    end_of_text: _Count | None = None
+    tokenizer_sha256: str | None = None
+    source: Annotated[str, Field(max_length=10_000)] = ""
+    text_bytes: _Count | None = None
+    train: Annotated[list[ShardFacts], Field(max_length=10**6)] = []
+    validation: Annotated[list[ShardFacts], Field(max_length=10**6)] = []
+
+    @property
+    def parts(self) -> tuple[tuple[str, np.dtype[Any]], ...]:
+        """The ending and the dtype of each file of a shard."""
+        found: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
+        return tuple(found[: 3 if self.kind == "prompts" else 2])
+
+
+def read_index(path: str, where: str) -> tuple[Path, Index]:
+    """The folder at `path` and its index; every shard is there and has its size.
+
+    Raises:
+        InputError: it is no such folder, or a file is missing or of another size.
+    """
+    folder = expanded(path, where)
+    file = folder / INDEX
+    text = read_text(
+        file,
+        _MOST_BYTES,
+        f"{where}: cannot read '{file}'",
+        "give a folder that jpipe data prepare wrote",
+        f"{where}: expected JSON in '{file}', found text that is not UTF-8",
+    )
+    try:
+        index = Index.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        raise explain(error, Index, str(file)) from None
+    shards = (*index.train, *index.validation)
+    if index.kind == "prompts" and any(shard.documents is None for shard in shards):
+        raise InputError(f"{file}: expected the number of documents of every shard of prompts, found null; write the folder again")
+    for shard in shards:
+        for (ending, dtype), count in zip(index.parts, (shard.tokens, shard.documents, shard.documents), strict=False):
+            if count is not None:
+                _check_size(folder / f"{shard.name}{ending}", count * dtype.itemsize, where)
+    return folder, index
+
+
+def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
+    """The documents in these shards, read where they are needed."""
+    kept = functools.lru_cache(maxsize=_OPEN)(_opened)
+
+    def opened(shard: ShardFacts, part: int) -> Callable[[], np.ndarray] | None:
+        if part >= len(index.parts) or (part and shard.documents is None):
+            return None
+        ending, dtype = index.parts[part]
+        return lambda: kept(folder / f"{shard.name}{ending}", dtype)
+
+    def of(shard: ShardFacts) -> Shard:
+        tokens = opened(shard, 0)
+        assert tokens is not None
+        return Shard(f"'{folder / shard.name}.bin'", shard.tokens, tokens, opened(shard, 1), opened(shard, 2))
+
+    return Documents([of(shard) for shard in shards], index.vocab_size)
+
+
+def digest(folder: Path, index: Index) -> str:
+    """Of the index, with the hashes in it, and of a sample of every file: terabytes are not read, and it does not depend on times.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    found = hashlib.sha256(index.model_dump_json().encode())
+    with sources.readable():
+        for shard in (*index.train, *index.validation):
+            for ending, _ in index.parts[: 1 if shard.documents is None else None]:
+                for block in _sample(folder / f"{shard.name}{ending}"):
+                    found.update(block)
+    return found.hexdigest()
+
+
+def _sample(path: Path) -> list[bytes]:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return [os.pread(file.fileno(), _SAMPLE, max(start, 0)) for start in (0, size // 2 - _SAMPLE // 2, size - _SAMPLE)]
+
+
+def _opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r")
+
+
+def _check_size(path: Path, expected: int, where: str) -> None:
+    try:
+        if not path.is_file():
+            found = "something else there" if os.path.lexists(path) else "no such file"
+            raise InputError(f"{where}: expected '{path}' with {expected:,} bytes, found {found}; copy it again")
+        size = path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
+    if size != expected:
+        raise InputError(f"{where}: expected '{path}' to have {expected:,} bytes, found {size:,}; copy it again, or prepare it again")
