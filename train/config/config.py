@@ -43,6 +43,7 @@ MOST_MICROBATCHES = 1024
 _LARGEST_TABLE = 2**28
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 AUTO = "auto"  # in place of a plan's file
+LOGS = ("tensorboard", "wandb")
 METRICS = ("accuracy",)  # that need no code of the user's own
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -317,11 +318,21 @@ class OptimizerConfig(_Section):
         return name
 
 
+def _known_logs(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in LOGS:
+            raise ValueError(f"unknown log {name!r}; {nearest(name, LOGS)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each log once, found {names}; keep one of each")
+    return names
+
+
 class Config(_Section):
     """A whole run. `train.config.config_file` reads it from YAML and writes it back."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     compile_cache: FilePath | None = AUTO
+    log: Annotated[list[str], AfterValidator(_known_logs)] = ["tensorboard"]
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -341,7 +352,7 @@ class Config(_Section):
         """`train:` with nothing below it is read as null."""
         if not isinstance(data, dict):
             return data
-        return {key: {} if value is None and key not in ("seed", "compile_cache") else value for key, value in data.items()}
+        return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
 
     @model_validator(mode="after")
     def _microbatches_divide_batch(self) -> "Config":

@@ -12,8 +12,8 @@ from train.checkpoint.run_folder import METRICS, RunFolder
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
+from train.report.logs import Logs
 from train.report.measure import Measure
-from train.report.tensorboard import TensorBoard
 
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
@@ -41,7 +41,7 @@ MOST_SKIPPED = 20
 
 
 class MetricsLog:
-    """Turns losses into rows of `metrics.jsonl`, events for TensorBoard and lines on the screen.
+    """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the screen.
 
     Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
     continue, rows are kept in memory, and written when there is space again.
@@ -51,7 +51,7 @@ class MetricsLog:
         self,
         config: Config,
         folder: RunFolder | None,
-        tensorboard: TensorBoard | None,
+        logs: Logs | None,
         reporter: Reporter,
         measure: Measure,
         together: Together,
@@ -61,7 +61,7 @@ class MetricsLog:
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
-        self._tensorboard = tensorboard
+        self._logs = logs
         self._reporter = reporter
         self._measure = measure
         self._together = together
@@ -116,9 +116,9 @@ class MetricsLog:
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
         self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble)
-        if logged and self._tensorboard is not None:
+        if logged and self._logs is not None:
             shown = row if bubble is None else row | {"bubble": bubble}
-            self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
+            self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def _trained(self, step: int) -> dict[str, int | float]:
         """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
