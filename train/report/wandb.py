@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
@@ -140,14 +140,14 @@ class Wandb:
         write_atomically(file, chosen + "\n")
         return chosen
 
-    def _send(self, pipe: IO[str]) -> None:
+    def _send(self, pipe: Any) -> None:
         """In a thread, which waits where the process does not read."""
         with contextlib.suppress(OSError), pipe:  # the process may end before
             while (line := self._lines.get()) is not None:
                 pipe.write(line + "\n")
                 pipe.flush()
 
-    def _hear(self, pipe: IO[str]) -> None:
+    def _hear(self, pipe: Any) -> None:
         """In a thread."""
         with pipe:
             for line in pipe:
