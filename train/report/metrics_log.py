@@ -14,12 +14,13 @@ from train.console.progress import Reporter
 from train.launch.together import Together
 from train.report.logs import Logs
 from train.report.measure import Measure
+from train.report.mfu import Utilization
 
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
 
-TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second"})
+TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
 """The values of a row that differ when the same run is repeated."""
 
 
@@ -56,6 +57,7 @@ class MetricsLog:
         measure: Measure,
         together: Together,
         history: History,
+        utilization: Utilization | None = None,
     ) -> None:
         self._config = config
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
@@ -66,6 +68,7 @@ class MetricsLog:
         self._measure = measure
         self._together = together
         self._history = history
+        self._utilization = utilization
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # of steps whose rows are not written yet
@@ -115,7 +118,7 @@ class MetricsLog:
         self.through = step
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
-        self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble)
+        self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble, self._mfu)
         if logged and self._logs is not None:
             shown = row if bubble is None else row | {"bubble": bubble}
             self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
@@ -162,12 +165,19 @@ class MetricsLog:
                 self._reporter.say(f"'{shown(folder.path / METRICS)}' has all rows again")
             self._lacks_rows = False
 
+    @property
+    def _mfu(self) -> float | None:
+        """Of the recent steps, if it is known."""
+        seconds = self._reporter.step_seconds
+        return None if self._utilization is None or seconds is None else float(f"{self._utilization.at(seconds):.4g}")
+
     def _progress(self, step: int) -> dict[str, float]:
         """Learning rate, time and speed, if known."""
         updates, speed = self._history.updates(step), self._reporter.speed
         found = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
         found["seconds"] = round(self._history.seconds, 3)
-        return found if speed is None else found | {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
+        found |= {} if speed is None else {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
+        return found if self._mfu is None else found | {"mfu": self._mfu}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """The validation loss of `step` and the metrics that are numbers, if there was a validation."""

@@ -28,7 +28,7 @@ from train.data import data
 from train.launch.numeric_settings import numeric_settings
 from train.launch.together import Together, facts, joined
 from train.plan.auto import find_plan
-from train.report import logs, report
+from train.report import logs, mfu, report
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from train.report.summary import Summary, print_summary, stages_of, write_report
@@ -141,7 +141,8 @@ def run(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
-        log = MetricsLog(config, folder, others, reporter, measure, together, history)
+        utilization = None if folder is None else mfu.find(pipe, batches.train[0])
+        log = MetricsLog(config, folder, others, reporter, measure, together, history, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe.plan)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
