@@ -95,6 +95,36 @@ def load(config: Config) -> Data:
     return Data(BatchesOfRows(windows, *batch), BatchesOfRows(held_out, *batch), text.source, amount, text.digest)
 
 
+def held_out(config: Config, path: str | None) -> Data:
+    """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
+
+    Args:
+        config: of the run.
+        path: other data in its place, in the same form: all that is there.
+
+    Raises:
+        InputError: as `load`, but for the size; there is not a single row.
+    """
+    if config.data.target is not None:
+        if path is not None:
+            raise InputError(f"data.path: the data come from '{config.data.target}' (data.target), found a path; change data.arguments")
+        return load(config)
+    if path is None:
+        text = read_text(config.data.path, config.data.validation_fraction)
+    else:
+        contents, source = _contents(path)[1:]
+        text = Text(np.zeros(0, np.uint8), np.concatenate(contents), source)
+    seq_len = config.model.seq_len
+    if text.validation.size <= seq_len:
+        raise InputError(
+            f"data.path: expected at least {seq_len + 1} bytes (a window of model.seq_len {seq_len}, plus one), found "
+            f"{text.validation.size} in {text.source}; give more text"
+        )
+    windows = grain.MapDataset.source(Windows(text.validation, seq_len)).shuffle(seed=0)
+    batches = BatchesOfRows(windows, config.train.batch_size, (seq_len,), np.dtype(np.int32))
+    return Data(batches, batches, text.source, f"{text.validation.size:,} tokens", text.digest)
+
+
 def portion(config: Config) -> tuple[int, str]:
     """How much a step sees, and of what: tokens of a text, samples of other data."""
     if config.data.target is None:
@@ -127,19 +157,25 @@ class Windows:
 
 def read_text(path: str | None, validation_fraction: float) -> Text:
     """Read `path` (a file, a folder or a glob; None: the standard library's source) and split it."""
+    names, contents, source = _contents(path)
+    if len(contents) == 1:
+        cut = round(contents[0].size * (1 - validation_fraction))
+        return Text(contents[0][:cut], contents[0][cut:], source)
+    held_out = validation_names(names, validation_fraction)
+    train = [content for name, content in zip(names, contents, strict=True) if name not in held_out]
+    validation = [content for name, content in zip(names, contents, strict=True) if name in held_out]
+    return Text(np.concatenate(train), np.concatenate(validation), source)
+
+
+def _contents(path: str | None) -> tuple[list[str], list[np.ndarray], str]:
+    """Names and contents of the files at `path`, and a phrase that says where they come from."""
     source = f"'{path}'" if path is not None else "the standard library's source"
     try:
         names, files = find_files(path)
         contents = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
     except OSError as error:
         raise InputError(f"data.path: cannot read '{error.filename}': {error.strerror}; give files that can be read") from None
-    if len(files) == 1:
-        cut = round(contents[0].size * (1 - validation_fraction))
-        return Text(contents[0][:cut], contents[0][cut:], source)
-    held_out = validation_names(names, validation_fraction)
-    train = [content for name, content in zip(names, contents, strict=True) if name not in held_out]
-    validation = [content for name, content in zip(names, contents, strict=True) if name in held_out]
-    return Text(np.concatenate(train), np.concatenate(validation), f"{source} ({len(files)} files)")
+    return names, contents, source if len(files) == 1 else f"{source} ({len(files)} files)"
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:

@@ -204,13 +204,26 @@ def means(found: Validation) -> dict[str, float]:
     """The loss and the metrics over all batches of a validation, in the form of a row; batches are weighted by their weights."""
     if isinstance(found, Mapping):
         return dict(found)
-    of_metrics = {f"val_{name}": [evaluation.metrics[name] for evaluation in found] for name in found[0].metrics}
-    parts = {"val_loss": [jpipe.Mean(evaluation.loss, evaluation.weight) for evaluation in found]} | of_metrics
-    return {name: _mean(name, batches) for name, batches in parts.items()}
+    return mean_of([means_of(evaluation) for evaluation in found])
 
 
-def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
-    weights = [float(batch.weight) for batch in batches]
+def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
+    """(mean, weight) of the loss and of each metric, by their names in a row; waits for them."""
+    means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
+    return {f"val_{name}": (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
+
+
+def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The means over all of these batches, by name.
+
+    Raises:
+        jpipe.InputError: the loss has no weight at all.
+    """
+    return {name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]}
+
+
+def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:
+    weights = [weight for _, weight in batches]
     if not sum(weights):
         if name != "val_loss":
             return math.nan
@@ -218,7 +231,7 @@ def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
             f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so that there is no mean; "
             "give validation data with unmasked examples, or change the loss"
         )
-    return sum(float(batch.mean) * weight for batch, weight in zip(batches, weights, strict=True)) / sum(weights)
+    return sum(mean * weight for mean, weight in batches) / sum(weights)
 
 
 def mean_loss(found: Validation) -> float:

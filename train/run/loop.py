@@ -92,7 +92,7 @@ def main(
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{_reason(error)}{logged}") from error
+                raise RunStopped(f"{reason(error)}{logged}") from error
             raise
 
 
@@ -201,7 +201,7 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         return f"the run folder cannot be written: {error.strerror or error}"
