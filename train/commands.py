@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `export`, `data …` and `configs`."""
+"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, and `plan`, `simulate`, `evaluate`, `export`, `data …`, `configs`."""
 
 import json
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def train(
 
     overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
     address = job.Address(coordinator, num_processes, process_id, secret_file)
-    return job.run(config, overrides, allow_code, resume, address, connect_limit, wait_limit)
+    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit)
 
 
 @app.command
@@ -154,6 +154,49 @@ def simulate(
         return fail(str(error), 2)
     print("\n".join(map(printable, shown.split("\n"))))
     return 0
+
+
+@app.command
+def evaluate(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None,
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    weights: Literal["newest", "ema"] = "newest",
+    batches: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
+    allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
+    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None,
+    connect_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
+    wait_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 45.0,
+    secret_file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+) -> int:
+    """Find loss, perplexity and metrics of a run over whole data, through its pipeline. The run is not changed.
+
+    Args:
+        run: The folder of the run, such as runs/0001.
+        data: All of these data, in the form of the run's own; by default all on which the run is validated.
+        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        batches: Only so many; train.eval_batches of them are those of the run's own validations.
+        overrides: Replace one key of the run's config, such as plan.num_stages=1.
+        allow_code: Import and run the functions that the config names, as in train.
+        coordinator: Several processes: as in train, and so are the following.
+        num_processes: Several processes: how many.
+        process_id: Several processes: the number of this one, from 0.
+        connect_limit: Several processes: how long each waits for the others at the start.
+        wait_limit: Several processes: how long none of them may get on before they give up.
+        secret_file: Several processes: what they recognize each other by.
+    """
+    with interrupt.held():
+        from train.run import job
+        from train.run.evaluate import Request
+    interrupt.check()
+
+    address = job.Address(coordinator, num_processes, process_id, secret_file)
+    request = Request(run, data, step, weights, batches, overrides, allow_code)
+    return job.evaluate(request, address, connect_limit, wait_limit)
 
 
 @app.command

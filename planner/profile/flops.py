@@ -1,6 +1,7 @@
 """The number of floating-point operations of a program, including its loops."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,20 +22,35 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     """
     analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
-    jaxpr = traced.jaxpr.jaxpr
-    return float(analysis.get("flops", 0.0)) + _more_turns(jaxpr, [True] * len(jaxpr.outvars), 1)
+    # Only what XLA has not counted: the first turn of every loop it has.
+    return float(analysis.get("flops", 0.0)) + sum((turns - 1) * flops for flops, _, turns in _products(traced.jaxpr.jaxpr))
 
 
-def _more_turns(jaxpr: Any, used: list[bool], turns: int) -> float:
-    """FLOPs of the products in a jaxpr that runs `turns` times, minus those of one time, without unused results, as in XLA."""
+def count_products(jaxpr: Any) -> dict[str, float]:
+    """FLOPs of the matrix products and convolutions in a traced program, by the dtype of what is multiplied.
+
+    All iterations of a `scan` count, one of a `while`, and all branches of a `cond`. Attention in one call of cuDNN counts in full.
+
+    Args:
+        jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
+    """
+    found: dict[str, float] = {}
+    for flops, dtype, turns in _products(jaxpr):
+        found[dtype] = found.get(dtype, 0.0) + turns * flops
+    return found
+
+
+def _products(jaxpr: Any, used: list[bool] | None = None, turns: int = 1) -> Iterator[tuple[float, str, int]]:
+    """(FLOPs, dtype, number of turns) of each product in a jaxpr that runs `turns` times, without unused results, as in XLA."""
+    used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
-    total = 0.0
     for equation in reversed(jaxpr.eqns):
         wanted = [var in needed for var in equation.outvars]
         if not any(wanted) and not equation.effects:
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
-        total += (turns - 1) * _product_flops(equation)
+        if flops := _product_flops(equation):
+            yield flops, str(equation.invars[0].aval.dtype), turns
         name, params = equation.primitive.name, equation.params
         again = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
@@ -42,11 +58,11 @@ def _more_turns(jaxpr: Any, used: list[bool], turns: int) -> float:
             body = getattr(body, "jaxpr", body)
             if hasattr(body, "eqns"):
                 of_body = wanted if name != "scan" and len(wanted) == len(body.outvars) else [True] * len(body.outvars)
-                total += _more_turns(body, of_body, turns * again)
-    return total
+                yield from _products(body, of_body, turns * again)
 
 
 _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
+_CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 
 
 def _product_flops(equation: Any) -> float:
@@ -58,4 +74,7 @@ def _product_flops(equation: Any) -> float:
     if equation.primitive.name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+    if equation.primitive.name in _CUDNN_ATTENTION:
+        query, key = (equation.invars[number].aval.shape for number in (0, 1))
+        return 4.0 * math.prod(query) * key[1 if params["layout"] == 0 else 2]  # keys (b, s, heads, h) or (b, heads, s, h)
     return 0.0

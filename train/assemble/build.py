@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,16 @@ from train.console.progress import Reporter
 from train.data import data
 
 
-def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
+def build(
+    config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, load: Callable[[Config], data.Data] = data.load
+) -> tuple[jpipe.Pipeline, data.Data]:
     """What `config` describes, wherever it is to run. Nothing ran on a device.
 
     Args:
         config: of the run.
         reporter: prints what takes long.
         plan: where the config does not say which.
+        load: reads its data.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -39,7 +42,7 @@ def build(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) ->
         check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
-            batches = data.load(config)
+            batches = load(config)
         for remark in batches.remarks:
             reporter.say(remark)
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.train[0]))

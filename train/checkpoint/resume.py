@@ -220,11 +220,27 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping
         if resume == "must" or there:
             raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
         return None
+    return {"folder": str(folder), "step": step, "facts": _facts_of(folder, step).model_dump(mode="json"), "there": there}
+
+
+def at(folder: Path, step: int) -> Resumed:
+    """The checkpoint of one step, to be read.
+
+    Raises:
+        InputError: it is damaged, or says something else than jpipe writes.
+    """
+    from jpipe.checkpoints import files as checkpoint_files
+
+    return Resumed(folder, step, _facts_of(folder, step), tuple(checkpoint_files.steps(folder)))
+
+
+def _facts_of(folder: Path, step: int) -> Facts:
+    from jpipe.checkpoints import files as checkpoint_files
+
     try:
-        facts = Facts.model_validate(checkpoint_files.read_facts(folder, step))
+        return Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
         raise jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
-    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
 
 
 def _config_in(text: str) -> dict[Any, Any]:

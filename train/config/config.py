@@ -20,6 +20,7 @@ from train.config.section import MOST_ROWS, Arguments, Count, FilePath, OwnCode,
 MOST_MICROBATCHES = 1024
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
+LOGS = ("tensorboard", "wandb")
 METRICS = ("accuracy",)  # that need no code of the user's own
 
 
@@ -248,11 +249,21 @@ class OptimizerConfig(Section):
         return name
 
 
+def _known_logs(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in LOGS:
+            raise ValueError(f"unknown log {name!r}; {nearest(name, LOGS)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each log once, found {names}; keep one of each")
+    return names
+
+
 class Config(Section):
     """A whole run. `train.config.config_file` reads it from YAML and writes it back."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     compile_cache: FilePath | None = AUTO
+    log: Annotated[list[str], AfterValidator(_known_logs)] = ["tensorboard"]
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -272,7 +283,7 @@ class Config(Section):
         """`train:` with nothing below it is read as null."""
         if not isinstance(data, dict):
             return data
-        return {key: {} if value is None and key not in ("seed", "compile_cache") else value for key, value in data.items()}
+        return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
 
     @model_validator(mode="after")
     def _microbatches_divide_batch(self) -> "Config":

@@ -1,6 +1,6 @@
 """A config as YAML text: read with `--set key=value` overrides, mistakes reported with file, key, expected, found; and written back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from train.config.config import Config
 MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False) -> Config:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, sections: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
     """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
 
     Args:
         path: the file.
         overrides: what replaces keys of it.
+        sections: what replaces whole sections of it before.
         allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
 
     Raises:
@@ -40,6 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
         raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
     if str(data.get("format")).startswith("jpipe-plan/"):
         raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
+    data |= sections or {}
     given: list[str] = []
     for override in overrides:
         _override(data, override, given)

@@ -128,12 +128,14 @@ class Reporter:
             self._recent.append(now - self._last)
         self._last = now
 
-    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None) -> None:
+    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None, mfu: float | None = None) -> None:
         """Step `step` (from 0) is finished; `validation` has the values in `metrics.jsonl`, `bubble` is the last measured one."""
         self.tick(step)
         words = f"loss {loss:.3f}"
         if self.speed is not None:
             words += f"  {self.speed:,.0f} {self.unit}/s"
+        if mfu is not None:
+            words += f"  MFU {mfu:.1%}"
         if bubble is not None:
             words += f"  bubble {bubble:.0%}"
         if self._recent:
@@ -150,9 +152,14 @@ class Reporter:
 
     @property
     def speed(self) -> float | None:
-        """Tokens or samples per second in the recent steps; None until two are finished, because the first includes one-time work."""
+        """Tokens or samples per second in the recent steps; None as `step_seconds`."""
+        return None if self.step_seconds is None else self._per_step / self.step_seconds
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Duration of a step, of the recent ones; None until two are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
-        return self._per_step / seconds if seconds > 0 else None
+        return seconds if seconds > 0 else None
 
     @property
     def seconds(self) -> float:

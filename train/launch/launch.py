@@ -35,8 +35,8 @@ def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restar
         return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
     if not command:
         return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
-    if command[0] != "train":
-        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train runs in several processes"
+    if command[0] not in ("train", "evaluate"):
+        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train and evaluate run in several processes"
     for argument in command:
         if (name := argument.partition("=")[0].replace("_", "-")) in _GIVEN:
             return f"launch: {name} after -- is given to each process by launch; leave it out there"

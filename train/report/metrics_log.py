@@ -12,14 +12,15 @@ from train.checkpoint.run_folder import METRICS, RunFolder
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
+from train.report.logs import Logs
 from train.report.measure import Measure
-from train.report.tensorboard import TensorBoard
+from train.report.mfu import Utilization
 
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
 
-TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second"})
+TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
 """The values of a row that differ when the same run is repeated."""
 
 
@@ -41,7 +42,7 @@ MOST_SKIPPED = 20
 
 
 class MetricsLog:
-    """Turns losses into rows of `metrics.jsonl`, events for TensorBoard and lines on the screen.
+    """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the screen.
 
     Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
     continue, rows are kept in memory, and written when there is space again.
@@ -51,21 +52,23 @@ class MetricsLog:
         self,
         config: Config,
         folder: RunFolder | None,
-        tensorboard: TensorBoard | None,
+        logs: Logs | None,
         reporter: Reporter,
         measure: Measure,
         together: Together,
         history: History,
+        utilization: Utilization | None = None,
     ) -> None:
         self._config = config
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
-        self._tensorboard = tensorboard
+        self._logs = logs
         self._reporter = reporter
         self._measure = measure
         self._together = together
         self._history = history
+        self._utilization = utilization
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # of steps whose rows are not written yet
@@ -115,10 +118,10 @@ class MetricsLog:
         self.through = step
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
-        self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble)
-        if logged and self._tensorboard is not None:
+        self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble, self._mfu)
+        if logged and self._logs is not None:
             shown = row if bubble is None else row | {"bubble": bubble}
-            self._tensorboard.write(step, {name: value for name, value in shown.items() if name != "step"})
+            self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def _trained(self, step: int) -> dict[str, int | float]:
         """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
@@ -162,12 +165,19 @@ class MetricsLog:
                 self._reporter.say(f"'{shown(folder.path / METRICS)}' has all rows again")
             self._lacks_rows = False
 
+    @property
+    def _mfu(self) -> float | None:
+        """Of the recent steps, if it is known."""
+        seconds = self._reporter.step_seconds
+        return None if self._utilization is None or seconds is None else float(f"{self._utilization.at(seconds):.4g}")
+
     def _progress(self, step: int) -> dict[str, float]:
         """Learning rate, time and speed, if known."""
         updates, speed = self._history.updates(step), self._reporter.speed
         found = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
         found["seconds"] = round(self._history.seconds, 3)
-        return found if speed is None else found | {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
+        found |= {} if speed is None else {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
+        return found if self._mfu is None else found | {"mfu": self._mfu}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """The validation loss of `step` and the metrics that are numbers, if there was a validation."""
@@ -194,13 +204,26 @@ def means(found: Validation) -> dict[str, float]:
     """The loss and the metrics over all batches of a validation, in the form of a row; batches are weighted by their weights."""
     if isinstance(found, Mapping):
         return dict(found)
-    of_metrics = {f"val_{name}": [evaluation.metrics[name] for evaluation in found] for name in found[0].metrics}
-    parts = {"val_loss": [jpipe.Mean(evaluation.loss, evaluation.weight) for evaluation in found]} | of_metrics
-    return {name: _mean(name, batches) for name, batches in parts.items()}
+    return mean_of([means_of(evaluation) for evaluation in found])
 
 
-def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
-    weights = [float(batch.weight) for batch in batches]
+def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
+    """(mean, weight) of the loss and of each metric, by their names in a row; waits for them."""
+    means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
+    return {f"val_{name}": (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
+
+
+def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The means over all of these batches, by name.
+
+    Raises:
+        jpipe.InputError: the loss has no weight at all.
+    """
+    return {name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]}
+
+
+def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:
+    weights = [weight for _, weight in batches]
     if not sum(weights):
         if name != "val_loss":
             return math.nan
@@ -208,7 +231,7 @@ def _mean(name: str, batches: Sequence[jpipe.Mean]) -> float:
             f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so that there is no mean; "
             "give validation data with unmasked examples, or change the loss"
         )
-    return sum(float(batch.mean) * weight for batch, weight in zip(batches, weights, strict=True)) / sum(weights)
+    return sum(mean * weight for mean, weight in batches) / sum(weights)
 
 
 def mean_loss(found: Validation) -> float:

@@ -207,6 +207,8 @@ def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
     for unit in ("tokens", "samples"):
         if speeds := [row[f"{unit}_per_second"] for row in rows if f"{unit}_per_second" in row]:
             results[f"{unit} per second"] = f"{float(f'{statistics.median(speeds):.3g}'):,.10g}"
+    if shares := [row["mfu"] for row in rows if "mfu" in row]:
+        results["MFU"] = f"{statistics.median(shares):.1%}"
     if rates := [row["learning_rate"] for row in rows if "learning_rate" in row]:
         turns = [rates[0], *([max(rates)] if max(rates) > max(rates[0], rates[-1]) else []), rates[-1]]
         results["learning rate"] = " → ".join(dict.fromkeys(f"{rate:.3g}" for rate in turns))

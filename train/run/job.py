@@ -3,7 +3,7 @@
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jpipe import InputError, PeerLost, keep_freed_memory
@@ -16,6 +16,7 @@ from train.launch import distributed, together
 from train.report.metrics_log import RunStopped
 from train.report.summary import Summary
 from train.run import loop
+from train.run.evaluate import Request, main
 
 
 class Address(NamedTuple):
@@ -34,20 +35,44 @@ class Address(NamedTuple):
     secret_file: str | None
 
 
-def run(
+def train(
     config: str, overrides: Sequence[str], allow_code: bool, resume: Resume, address: Address, connect_limit: float, wait_limit: float
 ) -> int:
-    """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line.
+    """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line."""
+
+    def work(connect: Callable[[], int]) -> int:
+        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
+        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume))
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def evaluate(request: Request, address: Address, connect_limit: float, wait_limit: float) -> int:
+    """Evaluate a run; returns the exit code, as `train` does."""
+
+    def work(connect: Callable[[], int]) -> int:
+        main(request, connect(), connect_limit, wait_limit)
+        return 0
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_limit: float, wait_limit: float) -> int:
+    """Run `work`, which connects the processes of the job and gets their number by calling its argument; returns the exit code.
 
     An exception that is no message of jpipe's leaves a job of one process, for `train.cli` to report.
     """
     keep_freed_memory()
-    code, count, summary = 0, 1, None
-    try:
-        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
+    code, count, done = 0, 1, 0
+
+    def connect() -> int:
+        nonlocal count
         distributed.check_limit("--wait-limit", wait_limit)
         count = distributed.start(address.coordinator, address.num_processes, address.process_id, connect_limit, address.secret_file)
-        summary = loop.main(settings, count, connect_limit, wait_limit, resume)
+        return count
+
+    try:
+        done = work(connect)
     except InputError as error:
         code = fail(str(error), 2)
     except together.ReportedElsewhere as error:
@@ -60,7 +85,7 @@ def run(
         code = _report(error)
     finally:
         code = _leave(code, count)
-    return code or _code_of(summary)
+    return code or done
 
 
 def _report(error: BaseException) -> int:
@@ -86,6 +111,6 @@ def _leave(code: int, count: int) -> int:
     return code
 
 
-def _code_of(summary: Summary | None) -> int:
+def _code_of(summary: Summary) -> int:
     """Ctrl-C is no success, even where it saved all."""
-    return 128 + signal.SIGINT if summary is not None and summary.stopped_by == signal.SIGINT else 0
+    return 128 + signal.SIGINT if summary.stopped_by == signal.SIGINT else 0

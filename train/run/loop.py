@@ -28,11 +28,10 @@ from train.data import data
 from train.launch.numeric_settings import numeric_settings
 from train.launch.together import Together, facts, joined
 from train.plan.auto import find_plan
-from train.report import report
+from train.report import logs, mfu, report
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from train.report.summary import Summary, print_summary, stages_of, write_report
-from train.report.tensorboard import TensorBoard
 from train.run.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
 from train.run.training import Training
 
@@ -63,6 +62,7 @@ def main(
         interrupt.check()
         together.agree(lambda: facts(config) | {"--resume": resume})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
+        together.run_on_all(lambda: logs.check(config) if together.is_first else None)
         not_kept = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
@@ -92,7 +92,7 @@ def main(
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{_reason(error)}{logged}") from error
+                raise RunStopped(f"{reason(error)}{logged}") from error
             raise
 
 
@@ -124,7 +124,7 @@ def run(
     given: dict[str, Any] | None = None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into."""
-    with contextlib.nullcontext() if folder is None else TensorBoard(folder.path / "tensorboard", reporter.say) as tensorboard:
+    with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as others:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
@@ -141,7 +141,8 @@ def run(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
-        log = MetricsLog(config, folder, tensorboard, reporter, measure, together, history)
+        utilization = None if folder is None else mfu.find(pipe, batches.train[0])
+        log = MetricsLog(config, folder, others, reporter, measure, together, history, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe.plan)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
@@ -156,6 +157,8 @@ def run(
                 summary = training.run(state, resumed)
                 ended = summary.val_loss_after is not None
         finally:
+            if others is not None and (not ended or preemption.signal is not None):
+                others.hurry()
             with interrupt.held():
                 checkpoints.close()
                 measure.close()
@@ -198,7 +201,7 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         return f"the run folder cannot be written: {error.strerror or error}"

@@ -1,0 +1,167 @@
+"""Weights & Biases: rows arrive in its own files, a run that is resumed goes on in the same one, and nothing there stops a run."""
+
+import contextlib
+import importlib.util
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from jpipe import InputError
+from tests.train.conftest import changed
+from train.report import logs, wandb
+from train.report.wandb import Wandb
+from train.run import loop
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """No network, whatever this machine has, and nobody's login."""
+    for name, value in {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "NETRC": str(tmp_path / "none")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_DIR", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def messages() -> list[str]:
+    return []
+
+
+def records(file: Path) -> list:
+    """The records of a file of wandb: a log as LevelDB writes it, in blocks of 32 KiB, of protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, parts, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        parts += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def kept(folder: Path) -> list[dict]:
+    """What each part of a run has left on disk, in order: its id, the config, and the rows by step."""
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        there = records(file)
+        (run,) = [record.run for record in there if record.HasField("run")]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != "_wandb"}
+        rows = {}
+        for history in (record.history for record in there if record.HasField("history")):
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+            rows[history.step.num] = {name: value for name, value in row.items() if not name.startswith("_")}
+        codes = [record.exit.exit_code for record in there if record.HasField("exit")]
+        found.append({"id": run.run_id, "project": run.project, "name": run.display_name, "config": config, "rows": rows, "codes": codes})
+    return found
+
+
+def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
+    config = changed(tiny | {"log": ["wandb"]}, train={"steps": 3})
+    folder = loop.main(config).folder
+    (run,) = kept(folder)
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [{"step": step} | row for step, row in run["rows"].items()] == logged
+    assert (run["project"], run["name"], run["codes"]) == ("jpipe", folder.name, [0])
+    assert run["config"]["model"] == config.model_dump()["model"]
+    assert not (folder / "tensorboard").exists()
+    assert "wandb: offline; the rows are kept on disk, and wandb sync " in capsys.readouterr().out
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_same_one(tmp_path, messages, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.delenv("WANDB_MODE")  # nobody is logged in
+    for code, steps in ((1, range(3)), (0, range(2, 5))):
+        log = Wandb(tmp_path, {"seed": 7, "model": {"width": 8}}, messages.append)
+        for step in steps:
+            log.write(step, {"loss": 5.0 - step, "val_loss": 0.1})
+        log.close(code)
+    parts = kept(tmp_path)
+    assert [part["rows"] for part in parts] == [{t: {"loss": 5.0 - t, "val_loss": 0.1} for t in steps} for steps in (range(3), range(2, 5))]
+    assert [part["codes"] for part in parts] == [[1], [0]]
+    assert {part["id"] for part in parts} == {(tmp_path / "wandb" / "id.txt").read_text().strip()}
+    assert parts[1]["project"] == "mine"
+    assert parts[1]["config"] == {"seed": 7, "model": {"width": 8}}
+    assert len(messages) == 2
+    assert "wandb: No API key configured. Use `wandb login` to log in; the rows are kept on disk, and wandb sync " in messages[1]
+
+
+def served(code: str, tmp_path, messages, limit=30.0) -> Wandb:
+    """One whose process runs this code."""
+    return Wandb(tmp_path, {}, messages.append, (sys.executable, "-c", f"import json, os, sys, time\n{code}"), limit)
+
+
+def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
+    log = served("time.sleep(1e6)", tmp_path, messages, limit=0.2)
+    for step in range(2000):  # far more than a pipe takes
+        log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
+    log.close()
+    assert messages == [f"wandb: not all was sent in 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
+
+
+def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkeypatch):
+    monkeypatch.setattr(wandb, "_MOST_WAITING", 3)
+    with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
+        for step in range(2000):
+            log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
+        assert log._lines.qsize() == 4
+    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run goes on, and sends no more"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("sys.exit(3)", "wandb: its process has ended; the run goes on without it"),
+        ("print(json.dumps({'problem': 'no room\\x07'})); sys.exit(1)", "wandb: no room\x07; the run goes on without it"),
+        ("print('not JSON'); print('{'); sys.exit(1)", "wandb: its process has ended; the run goes on without it"),
+    ],
+)
+def test_a_process_that_ends_is_told_once_and_the_run_goes_on(tmp_path, messages, code, message):
+    with served(code, tmp_path, messages) as log:
+        for step in range(100):
+            log.write(step, {"loss": 1.0})
+    assert messages == [message]
+
+
+def test_the_address_is_told_and_the_end_is_that_of_the_run(tmp_path, messages, monkeypatch):
+    code = "print(json.dumps({'url': 'https://there/run'}), flush=True)\nopen('lines', 'w').writelines(sys.stdin)"
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(KeyboardInterrupt), served(code, tmp_path, messages) as log:
+        log.write(3, {"loss": 1.5})
+        raise KeyboardInterrupt
+    about, *rest = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert messages == ["wandb: https://there/run"]
+    assert about["id"] == (tmp_path / "wandb" / "id.txt").read_text().strip()
+    assert rest == [{"step": 3, "row": {"loss": 1.5}}, {"end": 1}]
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "wandb").symlink_to(tmp_path / "elsewhere")
+    with Wandb(tmp_path, {}, messages.append) as log:
+        log.write(0, {"loss": 1.0})
+    assert len(messages) == 1
+    assert messages[0].endswith("it is a symbolic link, which jpipe does not follow there; the run goes on without it")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_library_that_is_missing_is_told_before_anything_is_done(tiny, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    with pytest.raises(InputError, match=r"log: wandb is not installed; install it with pip install 'jpipe\[wandb\]' or"):
+        loop.main(changed(tiny | {"log": ["tensorboard", "wandb"]}))
+    assert not Path(tiny["run"]["dir"]).exists()
+    logs.check(changed(tiny))
+
+
+def test_no_log_but_the_file_of_rows(tiny):
+    folder = loop.main(changed(tiny | {"log": []}, train={"steps": 1})).folder
+    assert not {"tensorboard", "wandb"} & {path.name for path in folder.iterdir()}
