@@ -373,7 +373,7 @@ def code_of_own_parts(patch):
         (lambda _: jax_setting("jax_random_seed_offset", 7), "jax_random_seed_offset"),
         (lambda _: jax_setting("jax_softmax_custom_jvp", True), "jax_softmax_custom_jvp"),
         (
-            lambda _: jax_setting("jax_disable_most_optimizations", not jax.config.jax_disable_most_optimizations),
+            lambda _: jax_setting("jax_disable_most_optimizations", not jax.config.values["jax_disable_most_optimizations"]),
             "jax_disable_most_optimizations",
         ),
         (lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), "XLA_FLAGS"),
