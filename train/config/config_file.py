@@ -8,8 +8,9 @@ import pydantic
 
 from jpipe import InputError
 from jpipe.errors import explain
-from jpipe.files import expanded, read_text
+from jpipe.files import expanded, read_text, resolved
 from planner.machine.plain_yaml import dump, parse
+from train.config import huggingface
 from train.config.config import Config
 
 MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
@@ -18,13 +19,16 @@ MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False) -> Config:
     """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
 
+    Where `warm_start.file` is a folder in Hugging Face's layout, the keys of `model` that its `config.json` decides are filled in.
+
     Args:
         path: the file.
         overrides: what replaces keys of it.
         allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
 
     Raises:
-        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed.
+        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed; a
+            `config.json` that describes no model of jpipe's, or that a key contradicts.
     """
     text = read_text(
         expanded(str(path), "config"),
@@ -44,6 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
     for override in overrides:
         _override(data, override, given)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
+    _fill_model(data, where)
     try:
         config = Config.model_validate(data)
     except pydantic.ValidationError as error:
@@ -72,6 +77,15 @@ def to_yaml(config: Config) -> str:
     if config.plan.file is not None:
         data["plan"] = {"file": config.plan.file}
     return dump(data)
+
+
+def _fill_model(data: dict[Any, Any], where: str) -> None:
+    """Where the run begins with a folder in Hugging Face's layout, put the keys of `model` that its `config.json` decides into `data`."""
+    begins, model = data.get("warm_start"), data.get("model")
+    begins = begins if isinstance(begins, dict) else {}
+    file = begins.get("file")
+    if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
+        data["model"] = huggingface.filled(model or {}, resolved(file, "warm_start.file"), where, begins.get("mode") == "partial")
 
 
 def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:

@@ -242,17 +242,24 @@ def read(folder: Path) -> Found:
     return Found(architecture, keys)
 
 
-def filled(section: Mapping[str, Any], folder: Path, where: str) -> dict[str, Any]:
+def filled(section: Mapping[str, Any], folder: Path, where: str, partial: bool) -> dict[str, Any]:
     """The section `model` as the user gave it, with the keys that the folder decides.
+
+    Args:
+        section: as it was given.
+        folder: in Hugging Face's layout.
+        where: the source of the section, for messages.
+        partial: keys may say something else than the folder; what then fits is taken.
 
     Raises:
         InputError: as `read`; keys that say something else than the folder.
     """
-    keys = read(folder).keys
-    file = shown(folder / CONFIG)
+    keys, file = read(folder).keys, shown(folder / CONFIG)
     if section.get("target") is not None:
         raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
     given = {key: value for key, value in section.items() if value is not None or key == "rope_scaling"}
+    if partial:
+        return {**section, **keys, **given}
     lines = [
         f"{where}: model.{key}: expected {json.dumps(keys[key])} as in {file}, found {short(given[key])}; leave it out"
         for key in keys

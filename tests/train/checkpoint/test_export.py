@@ -196,7 +196,7 @@ def test_files_that_are_none_are_refused(home, tmp_path):
         loaded(home, "x" * 300)
     for file in (cut, text, tmp_path / "missing.safetensors"):
         with pytest.raises(
-            InputError, match=r"warm_start\.file: '.*': expected a safetensors file or the folder of a run, found: .+; give"
+            InputError, match=r"warm_start\.file: '.*': expected a safetensors file, or the folder of a run or of Hugging Face's layout, found: .+; give"
         ):
             loaded(home, file)
     with pytest.raises(InputError, match=r"found no such name"):
