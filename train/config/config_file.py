@@ -30,18 +30,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
         InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed; a
             `config.json` that describes no model of jpipe's, or that a key contradicts.
     """
-    text = read_text(
-        expanded(str(path), "config"),
-        MOST_BYTES,
-        f"{path}: cannot read the config",
-        "give a YAML file such as configs/gpt-bytes.yaml",
-        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
-    )
-    data = parse(text, str(path))
-    if data is None:  # an empty file: all defaults
-        data = {}
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
+    data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
         raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
     given: list[str] = []
@@ -68,6 +57,18 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = 
     return config
 
 
+def load_resolved(path: Path) -> Config:
+    """The `config.yaml` of a run, as `to_yaml` wrote it; whatever functions it names, none is imported.
+
+    Raises:
+        InputError: a file that cannot be read, or is no such config.
+    """
+    try:
+        return Config.model_validate(_read(path))
+    except pydantic.ValidationError as error:
+        raise explain(error, Config, str(path)) from None
+
+
 def to_yaml(config: Config) -> str:
     """The config with every default filled in; `load` of this text gives one of the same run.
 
@@ -77,6 +78,23 @@ def to_yaml(config: Config) -> str:
     if config.plan.file is not None:
         data["plan"] = {"file": config.plan.file}
     return dump(data)
+
+
+def _read(path: str | Path) -> dict[Any, Any]:
+    """The keys and values of a YAML file."""
+    text = read_text(
+        expanded(str(path), "config"),
+        MOST_BYTES,
+        f"{path}: cannot read the config",
+        "give a YAML file such as configs/gpt-bytes.yaml",
+        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
+    )
+    data = parse(text, str(path))
+    if data is None:  # an empty file: all defaults
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
+    return data
 
 
 def _fill_model(data: dict[Any, Any], where: str) -> None:

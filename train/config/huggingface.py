@@ -233,7 +233,11 @@ def read(folder: Path) -> Found:
         InputError: it cannot be read, its architecture is not there, or it describes a model that jpipe's layers cannot be.
     """
     path = folder / CONFIG
-    data, where = load_json(path, MOST_BYTES), shown(path)
+    return described(load_json(path, MOST_BYTES), shown(path))
+
+
+def described(data: Any, where: str = "config.json") -> Found:
+    """The same for the content of the file."""
     architecture = _validated(_Architectures, data, where).architectures[0]
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {_HINT}")
