@@ -89,10 +89,13 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# PyTorch's CPU build (200 MB; the CUDA build has gigabytes). Without it the benchmark omits its rows, and a slow test is skipped. Its pipelines need numpy.
+# PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
+# are skipped. PyTorch's pipelines need numpy.
 TORCH ?= torch==2.13.0+cpu
-.venv-torch/ready:
+TRANSFORMERS ?= transformers==5.23.0 safetensors==0.8.0
+.venv-torch/ready: Makefile
 	@echo "Setting up .venv-torch (once) ..."
 	@[ -x .venv-torch/bin/pip ] || $(PYTHON) -m venv .venv-torch
-	@.venv-torch/bin/python -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') '$(TORCH)' numpy \
-		&& touch $@ || { rm -rf .venv-torch; echo "No $(TORCH) found. Name an index that has it: make bench-peers TORCH_INDEX=URL" >&2; }
+	@.venv-torch/bin/python -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') '$(TORCH)' numpy $(TRANSFORMERS) \
+		&& touch $@ || { .venv-torch/bin/python -c 'import torch' 2>/dev/null || rm -rf .venv-torch; \
+		echo "No $(TORCH) and $(TRANSFORMERS) found. Name an index that has PyTorch: make bench-peers TORCH_INDEX=URL" >&2; }

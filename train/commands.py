@@ -202,25 +202,33 @@ def evaluate(
 @app.command
 def export(
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    out: Annotated[str, tyro.conf.arg(metavar="FILE.safetensors")],
+    to: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.safetensors|FOLDER]")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     weights: Literal["newest", "ema"] = "newest",
+    layout: Literal["jpipe", "huggingface"] = "jpipe",
 ) -> int:
-    """Write the weights of a run into one file, for inference or for another run to begin with.
+    """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
 
     Args:
         folder: The folder of the run, such as runs/0001.
-        out: The file, a new one. It holds the parameters and the layer state, by layer id and path.
+        to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
+        out: The same as an option.
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        layout: Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
     """
     with interrupt.held():
         import train.checkpoint.export as exporting
         from jpipe import InputError
+        from train.checkpoint.huggingface import writing
     interrupt.check()
 
     try:
-        exporting.main(folder, out, step, lambda line: print(printable(line)), weights)
+        if (to is None) == (out is None):
+            raise InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
+        main = exporting.main if layout == "jpipe" else writing.main
+        main(folder, to or out or "", step, lambda line: print(printable(line)), weights)
     except InputError as error:
         return fail(str(error), 2)
     return 0

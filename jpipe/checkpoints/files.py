@@ -258,7 +258,7 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     return found
 
 
-def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> dict[str, Tree]:
+def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, verified: bool = False) -> dict[str, Tree]:
     """Read layers of a checkpoint, whichever processes wrote them, after holding their files against the hashes.
 
     Each process can call this by itself, with other layers; none waits for another.
@@ -267,6 +267,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
         folder: the run's.
         step: of the checkpoint.
         ids: which layers; None: all.
+        verified: the caller has called `verify`, so that the files need not be read whole for a few layers of them.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`.
@@ -283,7 +284,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None) -> di
         raise InputError(f"{place}: expected the layer '{unknown[0]}', found {', '.join(owner)}; is it a checkpoint of this model?")
     found: dict[str, Tree] = {}
     for name in dict.fromkeys(owner[layer] for layer in wanted):
-        verify_item(place / name, items[name])
+        verify_item(place / name, items[name], contents=not verified)
         with _told_as_damaged(place / name):
             own = [layer for layer in wanted if owner[layer] == name]
             read = read_item(place / name, own)

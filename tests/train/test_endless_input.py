@@ -65,9 +65,8 @@ def test_what_has_no_end_is_not_read(told, tmp_path, command):
 
 def test_weights_to_begin_with_are_not_read_from_a_fifo(told, tmp_path):
     os.mkfifo(tmp_path / "fifo.safetensors")
-    assert "warm_start.file: 'fifo.safetensors': expected a safetensors file or the folder of a run, found no regular file" in told(
-        "train", "tiny.yaml", "--set", "warm_start.file=fifo.safetensors"
-    )
+    line = told("train", "tiny.yaml", "--set", "warm_start.file=fifo.safetensors")
+    assert re.search("warm_start.file: 'fifo.safetensors': expected a safetensors file, .*, found no regular file", line)
 
 
 def test_patterns_are_counted(told, tmp_path, tiny):

@@ -39,7 +39,7 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", report)
     layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
-    arrays = by_name(layers if weights == "newest" else _with_ema(layers, step))
+    arrays = by_name(layers if weights == "newest" else with_ema(layers, step))
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
@@ -77,7 +77,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
+def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The layers with the moving average of the parameters in place of the parameters, in their dtypes."""
     found = {}
     for layer_id, parts in layers.items():

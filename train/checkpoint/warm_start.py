@@ -3,9 +3,8 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,49 +17,20 @@ from jpipe.checkpoints import own_layers
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from train.assemble.build import param_specs
+from train.checkpoint import huggingface
 from train.checkpoint.export import by_name, by_path, state_name, step_of
+from train.checkpoint.source import FLOATS, Names, Source, Spec
 from train.config.config import WarmStartConfig
 from train.console.terminal import count
 from train.launch.together import Together
 
 _SHOWN = 3  # layers that are named
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters are nothing else
+_EXPECTED = "a safetensors file, or the folder of a run or of Hugging Face's layout"
 _HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
-
-
-class Spec(NamedTuple):
-    """Shape and dtype of an array that may still be in a file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-    def fits(self, wanted: "Spec") -> bool:
-        """Whether it is of that shape, and of that dtype or one that is converted."""
-        return self.shape == wanted.shape and (self.dtype == wanted.dtype or {self.dtype, wanted.dtype} <= set(_FLOATS.values()))
 
 
 Model = Mapping[str, Mapping[str, Spec]]
 """By layer id its parameters, each by its name in an export."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Arrays on a disk, by name as in an export.
-
-    Attributes:
-        where: the file or folder, for messages.
-        specs: what there is.
-        read: gives at least those that are named, by layer id.
-        digest: a hash of all that there is.
-    """
-
-    where: str
-    specs: dict[str, Spec]
-    read: Callable[[Mapping[str, Collection[str]]], dict[str, Any]]
-    digest: Callable[[], str]
 
 
 def load(
@@ -87,16 +57,18 @@ def load(
     }
 
     def find() -> tuple[Source, set[str]]:
-        source = _of_run(path, lambda line: say(f"warm start: {line}")) if os.path.isdir(path) else _of_file(path)
+        source = _source(path, strict, lambda line: say(f"warm start: {line}"))
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
         names = {layer_id: [name for name in model[layer_id] if name in taken] for layer_id in own_layers(pipe)}
-        arrays = source.read({layer_id: inner for layer_id, inner in names.items() if inner})
-        given: dict[str, dict[str, np.ndarray]] = {}
-        for layer_id, inner in names.items():
-            converted = {name: arrays[name].astype(jnp.dtype(model[layer_id][name].dtype), copy=False) for name in inner}
-            given[layer_id] = {name.removeprefix(f"{layer_id}/"): array for name, array in converted.items()}
+        places = {name: layer_id for layer_id, inner in names.items() for name in inner}
+        given: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
+        for arrays in source.read({layer_id: inner for layer_id, inner in names.items() if inner}):
+            for name in arrays.keys() & places.keys():
+                layer_id = places[name]
+                dtype = jnp.dtype(model[layer_id][name].dtype)
+                given[layer_id][name.removeprefix(f"{layer_id}/")] = arrays[name].astype(dtype, copy=False)
         return given
 
     source, taken = together.run_on_all(find)
@@ -132,11 +104,20 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, .
     """Refuse all differences, but for names that begin with one of `leave`."""
     for name, spec in wanted.items():
         found = source.specs.get(name)
-        if found != spec:
+        if found is None or not (found.fits(spec) if source.converts else found == spec):
             raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {found or 'no such name'}; {_HINT}")
     for name, spec in source.specs.items():
         if name not in wanted and not name.startswith(leave):
             raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
+
+
+def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
+    if not os.path.isdir(path):
+        huggingface.refuse_file(path)
+        return _of_file(path)
+    if huggingface.is_meant(path):
+        return huggingface.source(path, strict=strict)
+    return _of_run(path, report)
 
 
 def _of_file(path: Path) -> Source:
@@ -145,16 +126,17 @@ def _of_file(path: Path) -> Source:
     @contextlib.contextmanager
     def opened() -> Iterator[Any]:
         if path.exists() and not path.is_file():
-            raise InputError(f"{where}: expected a safetensors file or the folder of a run, found no regular file; give another one")
+            raise InputError(f"{where}: expected {_EXPECTED}, found no regular file; give another one")
         try:
             with safe_open(path, "np") as file:
                 yield file
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{where}: expected a safetensors file or the folder of a run, found: {error}; give another one") from None
+            raise InputError(f"{where}: expected {_EXPECTED}, found: {error}; give another one") from None
 
-    def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    def read(names: Names) -> Iterator[dict[str, Any]]:
         with opened() as file:
-            return {name: file.get_tensor(name) for inner in names.values() for name in inner}
+            for inner in names.values():
+                yield {name: file.get_tensor(name) for name in inner}
 
     def digest() -> str:
         with opened():
@@ -162,7 +144,7 @@ def _of_file(path: Path) -> Source:
 
     with opened() as file:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
-        specs = {name: Spec(tuple(part.get_shape()), _FLOATS.get(part.get_dtype(), part.get_dtype())) for name, part in slices.items()}
+        specs = {name: Spec(tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype())) for name, part in slices.items()}
     return Source(where, specs, read, digest)
 
 
@@ -170,10 +152,10 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
     step = step_of(folder, None, "warm_start.file", report)
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
 
-    def read(names: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    def read(names: Names) -> Iterator[dict[str, Any]]:
         there = checkpoint_files.layer_specs(folder, step)
         shared = [name for name in there if (place := jpipe.runtime.shared_place(name, there)) and place[0] in names]
-        return by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))
+        yield by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))  # whose files are held against their hashes once
 
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 

@@ -8,8 +8,9 @@ import pydantic
 
 from jpipe import InputError
 from jpipe.errors import explain
-from jpipe.files import expanded, read_text
+from jpipe.files import expanded, read_text, resolved
 from planner.machine.plain_yaml import dump, parse
+from train.config import huggingface
 from train.config.config import Config
 
 MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
@@ -20,6 +21,8 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
 
+    Where `warm_start.file` is a folder in Hugging Face's layout, the keys of `model` that its `config.json` decides are filled in.
+
     Args:
         path: the file.
         overrides: what replaces keys of it.
@@ -27,20 +30,10 @@ def load(
         allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
 
     Raises:
-        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed.
+        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed; a
+            `config.json` that describes no model of jpipe's, or that a key contradicts.
     """
-    text = read_text(
-        expanded(str(path), "config"),
-        MOST_BYTES,
-        f"{path}: cannot read the config",
-        "give a YAML file such as configs/gpt-bytes.yaml",
-        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
-    )
-    data = parse(text, str(path))
-    if data is None:  # an empty file: all defaults
-        data = {}
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
+    data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
         raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
     data |= sections or {}
@@ -48,6 +41,7 @@ def load(
     for override in overrides:
         _override(data, override, given)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
+    _fill_model(data, where)
     try:
         config = Config.model_validate(data)
     except pydantic.ValidationError as error:
@@ -67,6 +61,18 @@ def load(
     return config
 
 
+def load_resolved(path: Path) -> Config:
+    """The `config.yaml` of a run, as `to_yaml` wrote it; whatever functions it names, none is imported.
+
+    Raises:
+        InputError: a file that cannot be read, or is no such config.
+    """
+    try:
+        return Config.model_validate(_read(path))
+    except pydantic.ValidationError as error:
+        raise explain(error, Config, str(path)) from None
+
+
 def to_yaml(config: Config) -> str:
     """The config with every default filled in; `load` of this text gives one of the same run.
 
@@ -76,6 +82,32 @@ def to_yaml(config: Config) -> str:
     if config.plan.file is not None:
         data["plan"] = {"file": config.plan.file}
     return dump(data)
+
+
+def _read(path: str | Path) -> dict[Any, Any]:
+    """The keys and values of a YAML file."""
+    text = read_text(
+        expanded(str(path), "config"),
+        MOST_BYTES,
+        f"{path}: cannot read the config",
+        "give a YAML file such as configs/gpt-bytes.yaml",
+        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
+    )
+    data = parse(text, str(path))
+    if data is None:  # an empty file: all defaults
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
+    return data
+
+
+def _fill_model(data: dict[Any, Any], where: str) -> None:
+    """Where the run begins with a folder in Hugging Face's layout, put the keys of `model` that its `config.json` decides into `data`."""
+    begins, model = data.get("warm_start"), data.get("model")
+    begins = begins if isinstance(begins, dict) else {}
+    file = begins.get("file")
+    if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
+        data["model"] = huggingface.filled(model or {}, resolved(file, "warm_start.file"), where, begins.get("mode") == "partial")
 
 
 def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:

@@ -83,7 +83,7 @@ def test_averages_and_masters_are_exported_in_float32(as_it_is):
     weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
     state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
     layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
-    for expected, found in ((masters, layers), (average, export._with_ema(layers, 3))):
+    for expected, found in ((masters, layers), (average, export.with_ema(layers, 3))):
         (array,) = export.by_name(found).values()
         np.testing.assert_array_equal(array, expected, strict=True)
 
@@ -195,9 +195,7 @@ def test_files_that_are_none_are_refused(home, tmp_path):
     with pytest.raises(InputError, match=r"warm_start\.file: cannot find 'x+': File name too long; choose another"):
         loaded(home, "x" * 300)
     for file in (cut, text, tmp_path / "missing.safetensors"):
-        with pytest.raises(
-            InputError, match=r"warm_start\.file: '.*': expected a safetensors file or the folder of a run, found: .+; give"
-        ):
+        with pytest.raises(InputError, match=r"warm_start\.file: '.*': expected a safetensors file, or the folder of .*, found: .+; give"):
             loaded(home, file)
     with pytest.raises(InputError, match=r"found no such name"):
         loaded(home, empty)
@@ -288,7 +286,7 @@ def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
         "a": {"params": {"0": {"w": w}}, "optimizer": {"optimizer": {}, "weights_ema": {"w": np.full(3, 0.5, np.float32)}}},
         "act": {},
     }
-    check_equal(export.by_name(export._with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
+    check_equal(export.by_name(export.with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
 def test_an_export_has_the_masters_and_not_what_only_looks_like_them():

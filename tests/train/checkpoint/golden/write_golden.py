@@ -1,0 +1,115 @@
+"""Writes the folders beside it: models of transformers with random weights, what they compute, and the weights after a step of SGD.
+
+    .venv-torch/bin/python tests/train/checkpoint/golden/write_golden.py
+
+Each gets a `golden.safetensors` with a batch, the logits, the loss, and after/NAME: the weights after the step.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+ROWS, LENGTH, SYMBOLS, RATE = 4, 12, 64, 0.1
+NEVER = -100  # a label that is not counted
+
+GPT2 = GPT2Config(
+    vocab_size=SYMBOLS, n_positions=16, n_embd=16, n_layer=2, n_head=2, n_inner=24, bos_token_id=1, eos_token_id=2, use_cache=False
+)
+LLAMA = LlamaConfig(
+    vocab_size=SYMBOLS,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    rms_norm_eps=1e-5,
+    use_cache=False,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+BERT = BertConfig(
+    vocab_size=SYMBOLS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16
+)
+
+
+def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights far from those that models begin with, so that all of them matter; no dropout."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            start = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0  # those of norms
+            parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def decoder_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Tokens and labels, some of which are not counted."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, SYMBOLS, (2, ROWS, LENGTH), generator=generator)
+    labels[torch.rand((ROWS, LENGTH), generator=generator) < 0.2] = NEVER
+    return {"tokens": tokens, "labels": labels}
+
+
+def encoder_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Tokens of two sentences with padding at the end, labels for three positions of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, SYMBOLS, (ROWS, LENGTH), generator=generator)  # 0 is padding
+    mask = torch.arange(LENGTH)[None] < torch.tensor([12, 9, 10, 7])[:, None]
+    types = (torch.arange(LENGTH)[None] >= 4) & mask
+    labels = torch.full((ROWS, LENGTH), NEVER)
+    labels[:, [1, 3, 5]] = torch.randint(0, SYMBOLS, (ROWS, 3), generator=generator)
+    return {"tokens": tokens * mask, "types": types.long(), "mask": mask.long(), "labels": labels, "next": torch.tensor([0, 1, 1, 0])}
+
+
+def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Logits and loss."""
+    if "mask" not in batch:
+        logits = model(input_ids=batch["tokens"]).logits
+        return {"logits": logits}, cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=NEVER)
+    outputs = model(
+        input_ids=batch["tokens"],
+        token_type_ids=batch["types"],
+        attention_mask=batch["mask"],
+        labels=batch["labels"],
+        next_sentence_label=batch["next"],
+    )
+    return {"logits": outputs.prediction_logits, "next_logits": outputs.seq_relationship_logits}, outputs.loss
+
+
+def write(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """One folder."""
+    folder = HERE / name
+    model.save_pretrained(folder)
+    logits, loss = computed(model, batch)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= RATE * parameter.grad
+    after = {f"after/{key}": parameter.detach() for key, parameter in model.named_parameters()}
+    numbers = {key: value.to(torch.int32) for key, value in batch.items()}
+    save_file(
+        numbers | {key: value.detach() for key, value in logits.items()} | {"loss": loss.detach()} | after, folder / "golden.safetensors"
+    )
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    print(f"{folder}: {sum(os.path.getsize(path) for path in folder.iterdir()):,} bytes, loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write("gpt2", spread(GPT2LMHeadModel(GPT2), 1), decoder_batch(2))
+    write("llama", spread(LlamaForCausalLM(LLAMA), 3), decoder_batch(4))
+    write("bert", spread(BertForPreTraining(BERT), 5), encoder_batch(6))
