@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe import InputError
-from jpipe.files import resolved, shown
+from jpipe.files import resolved
 from train.assemble import compile_cache, model
 from train.assemble.build import build, check, prepare_devices
 from train.checkpoint import resume
