@@ -1,4 +1,4 @@
-"""The commands: `jpipe train CONFIG`, `jpipe launch -n N -- train CONFIG`, `plan`, `simulate`, `evaluate`, `export`, `data …`, `configs`."""
+"""The commands: `jpipe train CONFIG`, `launch -n N -- train CONFIG`, `plan`, `simulate`, `evaluate`, `export`, `data …`, `configs`."""
 
 import json
 from collections.abc import Sequence

@@ -126,7 +126,8 @@ def _check_objective(config: Config) -> None:
     kind, objective = config.model.kind, config.data.objective
     if kind == "bert" and objective != "masked":
         raise InputError(
-            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text or tokens"
+            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
+            "or tokens"
         )
     if kind != "bert" and objective == "masked":
         raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")

@@ -175,6 +175,12 @@ def high_token(folder: Path) -> None:
     content.tofile(folder / "train-00000.bin")
 
 
+def batches_of(config, number: int) -> None:
+    found = data.load(config)
+    for i in range(number):
+        whole(found.train[i])
+
+
 def other_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
 
@@ -216,10 +222,9 @@ def other_tokenizer(folder: Path) -> None:
 )
 def test_a_damaged_or_foreign_folder_is_told(spoil, message, tiny, tokens):
     spoil(tokens)
+    config = configured(tiny, {"format": "tokens", "path": str(tokens)})
     with pytest.raises(InputError, match=message):
-        batches = data.load(configured(tiny, {"format": "tokens", "path": str(tokens)}))
-        for i in range(8):
-            whole(batches.train[i])
+        batches_of(config, 8)
 
 
 def test_the_digest_knows_changes_but_not_times(tokens, tmp_path):
@@ -273,7 +278,7 @@ def test_keys_that_contradict_each_other_are_refused(keys, message, tiny):
 
 
 def test_a_resolved_config_is_one_again(tiny, tokenizer):
-    config = changed(tiny, data={"format": "text", "tokenizer": tokenizer})
+    config = changed(tiny | {"data": {"format": "text", "tokenizer": tokenizer}})
     assert type(config).model_validate(config.model_dump()) == config
 
 
