@@ -54,7 +54,24 @@ def read(config: Config) -> Split:
     data = config.data
     if data.format == "bytes":
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
+    _check_beside_weights(config)
     return _of_token_files(config) if data.format == "tokens" else _of_texts(config)
+
+
+def _check_beside_weights(config: Config) -> None:
+    """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
+    own, file = tokenizers.file_of(config), config.warm_start.file
+    beside = None if file is None else Path(file).expanduser() / token_files.TOKENIZER
+    if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
+        return
+    key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
+    mine, theirs = (tokenizers.load(path, where, None) for path, where in ((own, key), (beside, "warm_start.file")))
+    if mine.sha256 != theirs.sha256 and (wrong := mine.differing(theirs)):
+        number, tokens = wrong[0]
+        raise InputError(
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{own}', the first "
+            f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
+        )
 
 
 def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
@@ -114,8 +131,6 @@ def _of_token_files(config: Config) -> Split:
     tokenizer = None
     if config.data.objective == "masked":
         tokenizer = tokenizers.load(folder / token_files.TOKENIZER, "data.path", None)
-        if tokenizer.sha256 != index.tokenizer_sha256:
-            raise InputError(f"data.path: '{folder / token_files.TOKENIZER}' is not the tokenizer that made the tokens; copy it again")
     return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
 
 
