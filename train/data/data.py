@@ -70,10 +70,35 @@ def load(config: Config) -> Data:
     apart = _apart(config, found)
     rows = [_rows(config, found, part, apart=apart) for part in (0, 1)]
     _check_amount(config, found, *rows)
-    seq_len = config.model.seq_len
-    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    batches = [BatchesOfRows(_in_order(config, rows[part], part), config.train.batch_size, spec) for part in (0, 1)]
+    batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
     return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
+
+
+def held_out(config: Config, path: str | None = None) -> Data:
+    """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
+
+    Args:
+        config: of the run.
+        path: other data in its place, in the same form: all that is there.
+
+    Raises:
+        InputError: as `load`, but for the size; there is not a single row.
+    """
+    target = config.data.target
+    if target is not None and path is not None:
+        raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
+    if target is not None:
+        return load(config)
+    _check_objective(config)
+    found = splits.read(config) if path is None else splits.read_whole(config, path)
+    if path is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+    _check_vocabulary(config, found)
+    apart = _apart(config, found)
+    rows = _rows(config, found, 1, apart=apart)
+    _check_some(config, found, rows)
+    batches = _batches(config, rows, 1, apart=apart)
+    return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
 
 
 def portion(config: Config) -> tuple[int, str]:
@@ -142,6 +167,13 @@ def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
     return windows.Windows(documents, seq_len, apart=apart)
 
 
+def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
+    """Batches of the rows of one part."""
+    seq_len = config.model.seq_len
+    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
+    return BatchesOfRows(_in_order(config, rows, part), config.train.batch_size, spec)
+
+
 def _in_order(config: Config, rows: Rows, part: int) -> Elements:
     """The rows in the order of their batches: those to learn from without end."""
     if isinstance(rows, masked.Masked):
@@ -180,6 +212,19 @@ def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -
         f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
         f"{found.source}; {more}, or lower train.batch_size or model.seq_len"
     )
+
+
+def _check_some(config: Config, found: Split, rows: Rows) -> None:
+    """Refuse data without a row."""
+    if len(rows):
+        return
+    seq_len = config.model.seq_len
+    need, what, have = seq_len + 1, f"{found.unit} (a window of model.seq_len {seq_len}, plus one)", found.validation.size
+    if isinstance(rows, masked.Masked):
+        need, what = seq_len - masked.SPECIAL, f"{found.unit} (a window of model.seq_len {seq_len} without special tokens)"
+    elif isinstance(rows, windows.Examples):
+        need, what, have = 1, "example with an answer", 0
+    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {found.source}; give more")
 
 
 def _amount(found: Split, train: Rows, validation: Rows) -> str:

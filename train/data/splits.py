@@ -2,8 +2,9 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def read(config: Config) -> Split:
     if data.format == "bytes":
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
     _check_beside_weights(config)
-    return _of_token_files(config) if data.format == "tokens" else _of_texts(config)
+    if data.format == "tokens":
+        return _of_token_files(config)
+    if data.validation_path is None:
+        return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
+    return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
 
 
 def _check_beside_weights(config: Config) -> None:
@@ -93,6 +98,24 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
     return _split_bytes(train, validation, f"{source} ({len(files)} files)")
 
 
+def read_whole(config: Config, path: str) -> Split:
+    """All documents at `path`, in the form that `config.data` names; they are both parts.
+
+    Raises:
+        InputError: they cannot be read, or are tokens of another tokenizer.
+    """
+    if config.data.format == "bytes":
+        with sources.readable():
+            files = sources.find_files(path)[1]
+            documents = _documents_of_bytes([file.read_bytes() for file in files])
+        source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
+        return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
+    if config.data.format == "tokens":
+        return _whole_folder(config, path)
+    found = _of_texts(config, [(path, 0.0, "data.path")])
+    return replace(found, validation=found.train, place=(found.place[0], found.place[0]))
+
+
 def _split_bytes(train: list[bytes], validation: list[bytes], source: str) -> Split:
     parts = _documents_of_bytes(train), _documents_of_bytes(validation)
     return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
@@ -108,6 +131,34 @@ def _documents_of_bytes(contents: list[bytes]) -> Documents:
     return Documents.of(whole, BYTES, ends)
 
 
+def _whole_folder(config: Config, path: str) -> Split:
+    """All that is in a folder of tokens, those for training as well as those for validation."""
+    folder, index = token_files.read_index(path, "data.path")
+    if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
+        its = token_files.read_index(str(config.data.path), "data.path")[1]
+        _check_alike(its, index, str(config.data.path), "data.path")
+    documents = token_files.documents(folder, index, [*index.train, *index.validation])
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
+
+
+def _check_alike(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
+    """Refuse tokens of another kind, or made by another tokenizer, than those at `path`."""
+    if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
+        raise InputError(
+            f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
+            "prepare it with the same --tokenizer and --format"
+        )
+
+
+def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
+    """The one that made the tokens in a folder, which is beside them."""
+    tokenizer = tokenizers.load(folder / token_files.TOKENIZER, "data.path", None)
+    if tokenizer.sha256 != index.tokenizer_sha256:
+        raise InputError(f"data.path: '{folder / token_files.TOKENIZER}' is not the tokenizer that made the tokens; copy it again")
+    return tokenizer
+
+
 def _of_token_files(config: Config) -> Split:
     """The folder that `jpipe data prepare` wrote."""
     path = str(config.data.path)
@@ -116,11 +167,7 @@ def _of_token_files(config: Config) -> Split:
     digests = [functools.partial(token_files.digest, folder, index)]
     if config.data.validation_path is not None:
         other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
-        if (its.vocab_size, its.kind, its.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
-            raise InputError(
-                f"data.validation_path: expected {index.kind} of the same tokenizer as in '{path}', found {its.kind} of another; "
-                "prepare it with the same --tokenizer and --format"
-            )
+        _check_alike(index, its, path, "data.validation_path")
         held_out = other, its, [*its.train, *its.validation]
         digests.append(functools.partial(token_files.digest, other, its))
     elif not index.validation:
@@ -128,9 +175,7 @@ def _of_token_files(config: Config) -> Split:
             f"data.path: '{path}' holds nothing for validation; name a folder that does, as data.validation_path, or prepare it with "
             "--validation-fraction"
         )
-    tokenizer = None
-    if config.data.objective == "masked":
-        tokenizer = tokenizers.load(folder / token_files.TOKENIZER, "data.path", None)
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
     return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
 
 
@@ -165,18 +210,19 @@ class _Memory:
         return f"data.path: '{file}', line {line}"
 
 
-def _of_texts(config: Config) -> Split:
-    """Text files or JSON lines, tokenized here."""
+def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) -> Split:
+    """Text files or JSON lines, tokenized here.
+
+    Args:
+        config: what they are.
+        reads: paths, the share to hold out of each, and the key that names it.
+    """
     data = config.data
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
     form: texts.Format = "prompts" if data.format == "prompts" else "text"
     keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
     memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
     made = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
-    fraction = data.validation_fraction if data.validation_path is None else 0.0
-    reads = [(data.path, fraction, "data.path")]
-    if data.validation_path is not None:
-        reads.append((data.validation_path, 0.0, "data.validation_path"))
     for path, share, where in reads:
         with sources.readable(where):
             names, files = sources.find_files(path, where)
