@@ -86,6 +86,13 @@ class Tokenizer:
         either = " or ".join(names)
         raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
 
+    def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
+        """The ids that both have for different tokens, with these tokens."""
+        mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
+        return [
+            (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
+        ]
+
     def special_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that stand for no text."""
         return tuple(sorted(number for number, token in self.rules.get_added_tokens_decoder().items() if token.special))
