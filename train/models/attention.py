@@ -27,6 +27,14 @@ def attend(
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=config.kind == "decoder", implementation=config.attention)
 
 
+def attend_so_far(
+    q: Float[Array, "b s h d"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
+) -> Float[Array, "b s h d"]:
+    """The same of a decoder whose keys and values of all t positions are kept: each query, at its position, to itself and those before."""
+    mask = jnp.arange(keys.shape[1])[None, None, None] <= at[:, None, :, None]
+    return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
+
+
 def same_segment(own: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:
     """Whether a position and another are of one segment."""
     return own[:, None, :, None] == other[:, None, None, :]
