@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,9 +93,10 @@ def told(out: str, index: Index) -> list[str]:
     size = tokens * token_files.DTYPES[index.dtype].itemsize
     noun = "example" if index.kind == "prompts" else "document"
     return [
-        f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation), {_many(len(shards), 'shard')}, {size:,} "
-        f"bytes; {tokens / max(index.text_bytes or 0, 1):.3f} tokens per byte of {index.text_bytes:,}",
-        f"train with it: --set data.format=tokens --set data.path={out} --set model.vocab_size={index.vocab_size}",
+        f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation) of a vocabulary of {index.vocab_size:,}",
+        f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of text",
+        f"train with it: jpipe train CONFIG --set data.format=tokens --set data.path={shlex.quote(out)} "
+        f"--set model.vocab_size={index.vocab_size}",
     ]
 
 
@@ -251,17 +253,17 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
             paths += more[1]
         source = ", ".join(files.paths) or sources.named(None)
         total = sum(path.stat().st_size for path in paths)
-        with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
-            pieces = texts.pieces(names, paths, files.form, fraction, files.keys, "SOURCE")
-            shown = _shown(pieces, advance)
-            yield ((piece.text for piece in shown) if words == "reading" else shown), source
+    with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
+        shown = _shown(texts.pieces(names, paths, files.form, fraction, files.keys, "SOURCE"), advance)
+        yield ((piece.text for piece in shown) if words == "reading" else shown), source
 
 
 def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Iterator[texts.Piece]:
-    for piece in pieces:
-        interrupt.check()
-        yield piece
-        advance(piece.size)
+    with sources.readable("SOURCE"):  # here, because what fails where the pieces are used is not the fault of their files
+        for piece in pieces:
+            interrupt.check()
+            yield piece
+            advance(piece.size)
 
 
 def _new(out: str) -> Path:

@@ -55,11 +55,28 @@ def read(config: Config) -> Split:
     data = config.data
     if data.format == "bytes":
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
+    _check_beside_weights(config)
     if data.format == "tokens":
         return _of_token_files(config)
     if data.validation_path is None:
         return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
     return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
+
+
+def _check_beside_weights(config: Config) -> None:
+    """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
+    own, file = tokenizers.file_of(config), config.warm_start.file
+    beside = None if file is None else Path(file).expanduser() / token_files.TOKENIZER
+    if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
+        return
+    key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
+    mine, theirs = (tokenizers.load(path, where, None) for path, where in ((own, key), (beside, "warm_start.file")))
+    if mine.sha256 != theirs.sha256 and (wrong := mine.differing(theirs)):
+        number, tokens = wrong[0]
+        raise InputError(
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{own}', the first "
+            f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
+        )
 
 
 def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:

@@ -23,6 +23,7 @@ PIECE = 2**18  # characters of a text that are tokenized at once, at least; at m
 _BATCH = 2**22  # characters that are handed to the tokenizer together, for all cores to have some
 _BLOCK = 2**20  # bytes that are read at once
 _LONGEST_LINE = 2**26
+_MOST_TOLD = 5  # of wrong lines, one by one
 
 
 class Keys(NamedTuple):
@@ -79,8 +80,10 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         InputError: a file is not what it should be.
     """
     if form != "text":
+        wrong = _WrongLines(where)
         for file in files:
-            yield from _lines(file, form, fraction, keys, where)
+            yield from _lines(file, form, fraction, keys, wrong)
+        wrong.check()
         return
     if len(files) == 1 and fraction:
         size = files[0].stat().st_size
@@ -223,8 +226,8 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
             except UnicodeDecodeError as error:
                 byte = at - (len(error.object) - len(block)) + error.start
                 raise InputError(
-                    f"{where}: expected text in UTF-8 in '{file}', found the byte {error.object[error.start]:#04x} at {byte}; convert the "
-                    "file, or leave it out"
+                    f"{where}: expected text in UTF-8 in '{file}', found the byte {error.object[error.start]:#04x} at {byte}"
+                    f"{sources.guess(file)}; convert the file, or leave it out"
                 ) from None
             at += len(block)
             while len(text) > 2 * PIECE:
@@ -260,7 +263,39 @@ def _next_line(file: Path, start: int) -> int:
     return start + end
 
 
-def _lines(file: Path, form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
+class _WrongLines:
+    """Lines of JSON that cannot be used: they are told together, so that one run finds all of them."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.number = 0
+        self._first: list[tuple[str, str]] = []
+
+    def add(self, place: str, message: str) -> None:
+        self.number += 1
+        if len(self._first) < _MOST_TOLD:
+            self._first.append((place, message))
+
+    def check(self) -> None:
+        """Refuse what was added.
+
+        Raises:
+            InputError: with the first of them, and how many there are.
+        """
+        if self.number == 1:
+            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, or name other keys")
+        if self.number:
+            first = "; ".join(": ".join(each) for each in self._first)
+            more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
+            raise InputError(f"{self.where}: {self.number:,} lines are wrong: {first}{more}; correct them, or name other keys")
+
+
+class _WrongLine(Exception):
+    """What is wrong with a line."""
+
+
+def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongLines) -> Iterator[Piece]:
+    """The text of each line; after a wrong one the others are only checked."""
     wanted: Sequence[tuple[Part, str]]
     if form == "jsonl-text":
         wanted = [("text", keys.text)]
@@ -270,37 +305,48 @@ def _lines(file: Path, form: Format, fraction: float, keys: Keys, where: str) ->
     with open(file, "rb") as opened:
         while line := opened.readline(_LONGEST_LINE + 1):
             number += 1
-            place = f"{where}: '{file}', line {number}"
             if len(line) > _LONGEST_LINE:
-                raise InputError(f"{place}: expected at most {_LONGEST_LINE:,} bytes, found more; is this a file of JSON lines?")
+                wrong.add(
+                    f"'{file}', line {number}", f"expected at most {_LONGEST_LINE:,} bytes, found more; is this a file of JSON lines?"
+                )
+                break
             if not line.strip():
                 continue
-            texts = _texts(line, [key for _, key in wanted], place)
+            try:
+                texts = _texts(line, [key for _, key in wanted])
+            except _WrongLine as error:
+                wrong.add(f"'{file}', line {number}", f"{error}{sources.guess(file) if number == 1 else ''}")
+                continue
+            if wrong.number:
+                continue
             held_out = sources.place_of("\0".join(texts).encode()) < fraction
             for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
                 last = i == len(wanted) - 1
                 yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0)
 
 
-def _texts(line: bytes, keys: Sequence[str], place: str) -> list[str]:
-    """What these keys of a line of JSON hold."""
+def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
+    """What these keys of a line of JSON hold.
+
+    Raises:
+        _WrongLine: it is no such line.
+    """
     try:
         found = json.loads(line)
     except UnicodeDecodeError as error:
-        raise InputError(f"{place}: expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}; convert it") from None
+        raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
     except (ValueError, RecursionError) as error:
         said = getattr(error, "msg", None) or str(error).split(";")[0]
-        began = short(line[:60].decode(errors="replace"))
-        raise InputError(f"{place}: expected an object of JSON, found {began}: {said}; correct it") from None
+        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {said}") from None
     if not isinstance(found, dict):
-        raise InputError(f'{place}: expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}; correct it')
+        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}')
     for key in keys:
         if key not in found:
-            raise InputError(f"{place}: expected the key {key!r}, found {short(list(found)[:10])}; correct it, or name another key")
+            raise _WrongLine(f"expected the key {key!r}, found {short(list(found)[:10])}")
         if not isinstance(found[key], str):
-            raise InputError(f"{place}: expected text in {key!r}, found {type(found[key]).__name__}; correct it, or name another key")
+            raise _WrongLine(f"expected text in {key!r}, found {type(found[key]).__name__}")
         try:
             found[key].encode()
         except UnicodeEncodeError:
-            raise InputError(f"{place}: expected characters in {key!r}, found half of one (a lone surrogate); correct it") from None
+            raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
     return [found[key] for key in keys]

@@ -17,10 +17,10 @@ from pydantic import Field
 
 from jpipe import InputError
 from jpipe.errors import explain
-from jpipe.files import expanded, read_text
+from jpipe.files import expanded, read_bytes, read_text
 from train.data import sources
 from train.data.documents import Documents, Shard
-from train.data.tokenizer import LARGEST_VOCABULARY
+from train.data.tokenizer import LARGEST_VOCABULARY, MOST_BYTES
 
 INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -74,7 +74,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     """The folder at `path` and its index; every shard is there and has its size.
 
     Raises:
-        InputError: it is no such folder, or a file is missing or of another size.
+        InputError: it is no such folder, a file is missing or of another size, or the tokenizer is not that of the tokens.
     """
     folder = expanded(path, where)
     file = folder / INDEX
@@ -95,7 +95,8 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     for shard in shards:
         for (ending, dtype), count in zip(index.parts, (shard.tokens, shard.documents, shard.documents), strict=False):
             if count is not None:
-                _check_size(folder / f"{shard.name}{ending}", count * dtype.itemsize, where)
+                _check_size(folder / f"{shard.name}{ending}", count, dtype, where)
+    _check_tokenizer(folder / TOKENIZER, index, where)
     return folder, index
 
 
@@ -142,7 +143,8 @@ def _opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     return np.memmap(path, dtype, mode="r")
 
 
-def _check_size(path: Path, expected: int, where: str) -> None:
+def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> None:
+    expected = count * dtype.itemsize
     try:
         if not path.is_file():
             found = "something else there" if os.path.lexists(path) else "no such file"
@@ -151,4 +153,23 @@ def _check_size(path: Path, expected: int, where: str) -> None:
     except OSError as error:
         raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
     if size != expected:
-        raise InputError(f"{where}: expected '{path}' to have {expected:,} bytes, found {size:,}; copy it again, or prepare it again")
+        other = next((name for name, another in DTYPES.items() if another != dtype and size == count * another.itemsize), None)
+        hint = (
+            "copy it again, or prepare it again" if other is None or dtype is POSITIONS else f"are these {other}? {INDEX} says {dtype.name}"
+        )
+        raise InputError(f"{where}: expected '{path}' to have {expected:,} bytes, found {size:,}; {hint}")
+
+
+def _check_tokenizer(path: Path, index: Index, where: str) -> None:
+    """Refuse another tokenizer beside tokens; it may be left out."""
+    try:
+        if index.tokenizer_sha256 is None or not path.exists():
+            return
+        found = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
+    except OSError as error:
+        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
+    if found != index.tokenizer_sha256:
+        raise InputError(
+            f"{where}: expected '{path}' to be the tokenizer that made the tokens, as {INDEX} says, found another; copy the folder again, "
+            "or prepare it with this tokenizer"
+        )

@@ -63,6 +63,17 @@ class Tokenizer:
             raise _failed(error, f"{self.where}: cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that stand for none.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            return str(self.rules.decode(list(tokens), skip_special_tokens=True))
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot make text of tokens") from None
+
     def id_of(self, *names: str) -> int:
         """The id of the first of these special tokens that there is.
 
@@ -74,6 +85,13 @@ class Tokenizer:
                 return int(found)
         either = " or ".join(names)
         raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
+
+    def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
+        """The ids that both have for different tokens, with these tokens."""
+        mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
+        return [
+            (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
+        ]
 
     def special_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that stand for no text."""

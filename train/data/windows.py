@@ -69,10 +69,12 @@ class Examples:
         slots = ends - starts - 1  # of an example of n tokens n - 1 are inputs, and n - 1 are labels
         if not cut and np.any(slots > seq_len):
             first = int(np.argmax(slots > seq_len))
+            number = int(np.count_nonzero(slots > seq_len)) - 1
+            others = f", and more in {number:,} {'others' if number > 1 else 'other'}" if number else ""
             name = place(first) if place is not None else f"data.path: example {first}"
             raise InputError(
-                f"{name}: expected at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one), found {slots[first] + 1}; shorten it, "
-                "raise model.seq_len, or cut such examples with data.too_long: cut"
+                f"{name}: expected at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one), found {slots[first] + 1}"
+                f"{others}; shorten it, raise model.seq_len, or cut such examples with data.too_long: cut"
             )
         slots = np.minimum(slots, seq_len)
         some = np.maximum(answers - starts, 1) <= slots  # is there a label?

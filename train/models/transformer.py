@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jpipe import InputError
 from train.config.model_config import ModelConfig
-from train.models.attention import attend, positions_of, rotated
+from train.models.attention import attend, attend_so_far, positions_of, rotated
 from train.models.cross_entropy import Unprojected, wider
 
 Stream = Any  # x, or {"x": x, "segments": segments}
@@ -40,10 +40,12 @@ class Embed(nnx.Module):
 
     def __call__(self, inputs: Any) -> Stream:
         tokens, segments = split_inputs(inputs, self.config)
+        return joined(self.dropout(self.vectors(tokens, positions(tokens, segments))), segments)
+
+    def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
+        """Of tokens at these positions."""
         x = look_up(self.token, tokens, dtype_of(self.config))
-        if self.config.positions == "learned":
-            x = x + look_up(self.position, positions(tokens, segments), x.dtype)
-        return joined(self.dropout(x), segments)
+        return x + look_up(self.position, at, x.dtype) if self.config.positions == "learned" else x
 
 
 class Block(nnx.Module):
@@ -76,6 +78,24 @@ class Block(nnx.Module):
             x = x + self.dropout(self._attention(self.attention_norm(x), segments))
             x = x + self.dropout(self._mlp(self.mlp_norm(x)))
         return joined(x, segments)
+
+    def following(
+        self, x: Float[Array, "b s w"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
+    ) -> tuple[Float[Array, "b s w"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
+        """A decoder's block, of positions whose earlier ones are kept as keys and values: x, and both with those of these positions.
+
+        Args:
+            x: what flows into the block.
+            keys: of all t positions a row may have; those behind `at` are not looked at.
+            values: likewise.
+            at: the positions of x, which rise in each row.
+        """
+        b, s, _ = x.shape
+        rows = jnp.arange(b)[:, None]
+        q, k, v = self._heads(self.attention_norm(x), at)
+        keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
+        x = x + self.project(attend_so_far(q, keys, values, at).reshape(b, s, -1))
+        return x + self._mlp(self.mlp_norm(x)), keys, values
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
         b, s, _ = x.shape

@@ -74,7 +74,10 @@ def test_examples_are_packed_whole_in_their_order_and_answers_alone_are_learned(
 
 def test_examples_that_are_too_long_are_refused_or_cut():
     lengths, prompts = [4, 12, 12], [2, 3, 9]
-    with pytest.raises(InputError, match=r"data\.path: example 1: expected at most 9 tokens \(model\.seq_len 8, plus one\), found 12"):
+    with pytest.raises(
+        InputError,
+        match=r"data\.path: example 1: expected at most 9 tokens \(model\.seq_len 8, plus one\), found 12, and more in 1 other; sh",
+    ):
         packed(lengths, prompts, 8)
     rows = packed(lengths, prompts, 8, cut=True)
     assert (len(rows), rows.left_out) == (2, 1)  # the prompt of the last alone is longer than a row

@@ -51,7 +51,8 @@ def of_format(tiny, kind: str, request) -> dict:
 
 
 def configured(tiny, given: dict, seed: int = 0, **sections):
-    model = tiny["model"] | MODEL | sections.pop("model", {})
+    longer = {"seq_len": 40} if given.get("format") == "prompts" else {}
+    model = tiny["model"] | MODEL | longer | sections.pop("model", {})
     return changed(tiny | {"data": given, "model": model, "seed": seed}, **sections)
 
 
@@ -66,7 +67,7 @@ def test_a_batch_depends_on_seed_and_step_only_and_its_rows_are_read_alone(kind,
         inputs, labels = other.train[step]
         assert set(inputs) == {"tokens", "segments"}
         for rows in (*inputs.values(), labels):
-            assert (rows.shape, rows.dtype, rows[:].dtype) == ((4, 16), np.int32, np.int32)
+            assert (rows.shape, rows.dtype, rows[:].dtype) == ((4, 40 if kind == "prompts" else 16), np.int32, np.int32)
             np.testing.assert_array_equal(rows[2:3], rows[:][2:3])
     for array, again in zip(later, whole(one.train[10**6]), strict=True):
         np.testing.assert_array_equal(array, again)
@@ -90,7 +91,7 @@ def test_text_and_its_tokens_in_files_give_the_same_batches(tiny, documents, tok
 def test_prompts_and_their_tokens_in_files_give_the_same_batches(tiny, prompts, tokenizer, tmp_path):
     prepare.prepare(Files([str(prompts)], "prompts"), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
     given = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3}
-    one = data.load(configured(tiny, given, model={"seq_len": 40}))
+    one = data.load(configured(tiny, given))
     other = data.load(configured(tiny, {"format": "tokens", "path": str(tmp_path / "tokens")}, model={"seq_len": 40}))
     assert all(same(one.train[i], other.train[i]) for i in range(4))
     rules = library.Tokenizer.from_file(tokenizer)
@@ -112,7 +113,8 @@ def test_documents_may_be_held_out_by_a_path_of_their_own(tiny, documents, token
         found = data.load(configured(tiny, given | {"validation_path": str(other)}))
         every = found.digest()
         assert every == data.load(configured(tiny, given | {"validation_path": str(other)})).digest()
-        assert found.amount != data.load(configured(tiny, given)).amount
+        held_out = data.load(configured(tiny, given | ({} if given["format"] == "tokens" else {"validation_fraction": 0.3}))).validation
+        assert not same(found.validation[0], held_out[0])
 
 
 @pytest.fixture
@@ -200,7 +202,7 @@ def other_tokenizer(folder: Path) -> None:
         (cut_shard, r"data\.path: expected '.*train-00000\.bin' to have \d\d\d bytes, found 100; copy it again, or prepare it again"),
         (lambda folder: (folder / "train-00001.ends").unlink(), r"expected '.*train-00001\.ends' with \d+ bytes, found no such file; copy"),
         (lambda folder: spoiled(folder, dtype="int64"), r"tokens\.json: dtype: expected 'uint16' or 'uint32', found 'int64'"),
-        (lambda folder: spoiled(folder, dtype="uint32"), r"expected '.*train-00000\.bin' to have \d+ bytes, found \d+"),
+        (lambda folder: spoiled(folder, dtype="uint32"), r"found \d+; are these uint16\? tokens\.json says uint32"),
         (
             lambda folder: spoiled(folder, format="jpipe-tokens/2"),
             r"tokens\.json: format: expected 'jpipe-tokens/1', found 'jpipe-tokens/2'",
@@ -216,9 +218,34 @@ def other_tokenizer(folder: Path) -> None:
             lambda folder: spoiled(folder, vocab_size=10),
             r"expected every token of '.*\.bin' to be from 0 to 9, found \d+ at \d+; write the",
         ),
+        (
+            lambda folder: np.fromfile(folder / "train-00000.bin", "<u2").astype("<u4").tofile(folder / "train-00000.bin"),
+            r"expected '.*train-00000\.bin' to have \d+ bytes, found \d+; are these uint32\? tokens\.json says uint16",
+        ),
+        (
+            other_tokenizer,
+            r"expected '.*tokenizer\.json' to be the tokenizer that made the tokens, as tokens\.json says, found another; copy the folder",
+        ),
         (high_token, r"data: expected every token of '.*train-00000\.bin' to be from 0 to 299, found 999 at \d+; write the file again"),
     ],
-    ids=["none", "bytes", "text", "cut", "missing", "dtype", "other", "version", "key", "name", "one", "large", "small", "token"],
+    ids=[
+        "none",
+        "bytes",
+        "text",
+        "cut",
+        "missing",
+        "dtype",
+        "other",
+        "version",
+        "key",
+        "name",
+        "one",
+        "large",
+        "small",
+        "type",
+        "tokenizer",
+        "token",
+    ],
 )
 def test_a_damaged_or_foreign_folder_is_told(spoil, message, tiny, tokens):
     spoil(tokens)
@@ -302,7 +329,7 @@ def test_a_resolved_config_is_one_again(tiny, tokenizer):
             "prompts",
             {},
             {"model": {"seq_len": 8}},
-            r"data\.path: '.*prompts\.jsonl', line \d+: expected at most 9 tokens \(model\.seq_len 8",
+            r"prompts\.jsonl', line \d+: expected at most 9 tokens \(model\.seq_len 8, plus one\), found \d+, and more in \d+ other",
         ),
         ("prompts", {}, {"model": {"seq_len": 500}}, r"expected at least 4 rows of examples for training and 4 for validation"),
         ("prompts", {"answer_key": "reply"}, {}, r"line 1: expected the key 'reply', found \['prompt', 'answer'\]"),

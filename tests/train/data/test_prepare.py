@@ -43,8 +43,9 @@ def test_a_folder_holds_the_tokens_of_every_text(documents, tokenizer, tmp_path,
     size = sum(file.stat().st_size for file in documents.iterdir())
     tokens, shards = sum(map(len, every)), len(index.train) + len(index.validation)
     printed = capsys.readouterr().out
-    assert f"{out}: 58 documents, {tokens:,} tokens (" in printed
-    assert f" {shards} shards, {2 * tokens:,} bytes; {tokens / size:.3f} tokens per byte of {size:,}\n" in printed
+    held_out = sum(shard.tokens for shard in index.validation)
+    assert f"{out}: 58 documents, {tokens:,} tokens ({held_out:,} for validation) of a vocabulary of 300\n" in printed
+    assert f"{out}: {shards} shards of uint16, {2 * tokens:,} bytes of tokens from {size:,} bytes of text\n" in printed
     assert f"2 empty documents left out, the first is '{documents}/07.txt'\n" in printed
 
 
@@ -76,12 +77,13 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tokenizer, tmp_path):
     assert 70_000 in token_files.documents(tmp_path / "out", index, index.train).read(0, 5)
 
 
+@pytest.mark.parametrize("at", ["add", "close"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), InputError("line 3")])
-def test_nothing_is_left_of_a_folder_that_is_not_finished(error, documents, tokenizer, tmp_path, monkeypatch):
+def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, tokenizer, tmp_path, monkeypatch):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(prepare._Shards, "close", fail)
+    monkeypatch.setattr(prepare._Shards, at, fail)
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]

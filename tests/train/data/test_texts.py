@@ -1,6 +1,8 @@
 """Tokenizers are read within limits; text is parted and put together to documents without a change."""
 
 import json
+import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +161,7 @@ def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
     [
         (b"{", r"line 2: expected an object of JSON, found '\{\\n': Expecting property name"),
         (b"[1]", r"line 2: expected an object of JSON such as \{\"prompt\": …\}, found list"),
-        (b'{"prompt": "x"}', r"line 2: expected the key 'answer', found \['prompt'\]; correct it, or name another key"),
+        (b'{"prompt": "x"}', r"line 2: expected the key 'answer', found \['prompt'\]; correct it, or name other keys"),
         (b'{"prompt": "x", "answer": 4}', r"line 2: expected text in 'answer', found int"),
         (b'{"prompt": "\xff", "answer": ""}', r"line 2: expected text in UTF-8, found the byte 0xff at 12"),
         (rb'{"prompt": "\ud800", "answer": ""}', r"line 2: expected characters in 'prompt', found half of one"),
@@ -172,6 +174,19 @@ def test_a_wrong_line_is_named(line, message, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "good", "answer": "line"}\n' + line + b"\n")
     with pytest.raises(InputError, match=rf"^data\.path: '{tmp_path}/a\.jsonl', {message}"):
         list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
+
+
+def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
+    lines = [json.dumps({"prompt": "good", "answer": "line"}) if i % 2 else "{" for i in range(14)]
+    for name in "ab":
+        (tmp_path / name).write_text("\n".join(lines))
+    found = texts.pieces(["a", "b"], [tmp_path / "a", tmp_path / "b"], "prompts", 0.0, Keys(), "data.path")
+    with pytest.raises(InputError) as caught:
+        list(found)
+    told = str(caught.value)
+    assert re.findall(r"/([ab])', line (\d+): expected an object of JSON, found '", told) == [("a", str(line)) for line in (1, 3, 5, 7, 9)]
+    assert told.startswith("data.path: 14 lines are wrong: '")
+    assert told.endswith("; and 9 more; correct them, or name other keys")
 
 
 def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
@@ -187,6 +202,23 @@ def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes("ünï".encode() + b"x\xfe")
     with pytest.raises(InputError, match=r"expected text in UTF-8 in '.*a\.txt', found the byte 0xfe at 6; convert the file"):
         list(texts.pieces(["a"], [tmp_path / "a.txt"], "text", 0.0, Keys(), "data.path"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (pickle.dumps(list(range(300))), "a pickle, which jpipe never loads"),
+        (b"PK\x03\x04\xff", r"a zip archive \(PyTorch's files are such"),
+        (b"PAR1\xff", "a Parquet file"),
+        (b"\x1f\x8b", "compressed with gzip"),
+    ],
+    ids=["pickle", "zip", "parquet", "gzip"],
+)
+def test_files_that_are_no_text_are_known(content, words, tmp_path):
+    (tmp_path / "a").write_bytes(content)
+    for form in ("text", "prompts"):
+        with pytest.raises(InputError, match=rf"found the byte .* \(it seems to be {words}"):
+            list(texts.pieces(["a"], [tmp_path / "a"], form, 0.0, Keys(), "data.path"))
 
 
 @pytest.mark.parametrize("content", ["ab\ncd\nef\ngh\n", "ünïcödé" * 3], ids=["lines", "one line"])
