@@ -70,7 +70,7 @@ class Stream:
         """What can be said now."""
         self._tokens.append(token)
         text = self._text()
-        known = text.rstrip(_UNKNOWN)  # with bytes in place of unknown characters, also whole ones before one that is not are taken for none
+        known = text.rstrip(_UNKNOWN)  # some tokenizers take whole characters for none as well, where one behind them is not whole
         new = known[self._given :]
         self._given += len(new)
         if known == text:
