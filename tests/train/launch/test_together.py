@@ -42,10 +42,10 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from train.data import data as text
+from train.data import windows
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
-window = text.Windows.__getitem__
+window = windows.Windows.__getitem__
 
 
 def noted(self, index):
@@ -63,7 +63,7 @@ def listens():
                 yield here.split(":")[0]
 
 
-text.Windows.__getitem__ = noted
+windows.Windows.__getitem__ = noted
 
 
 def linear(inputs, outputs):
