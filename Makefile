@@ -23,8 +23,8 @@ train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-sta
 test: .venv/ready ## Run all tests except the slow ones, about five minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: .venv/ready ## Run the tests that `make test` leaves out
-	@$(VENV)/$(PYTEST) -m slow $(PYTEST_ARGS)
+test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for the combinations that only `make test-all` has
+	@$(VENV)/$(PYTEST) -m "slow and not exhaustive" $(PYTEST_ARGS)
 
 test-newest: ## Run the tests marked `newest` on the newest Python and JAX, where there is Python 3.12 or newer
 	@$(call on_newest,-m newest)

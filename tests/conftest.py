@@ -78,24 +78,35 @@ def nothing_shared(made_once, monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of each test that is marked `thinned`, mark all combinations `slow` but a few; see the markers in pyproject.toml."""
+    """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml."""
     matrices = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("thinned") and hasattr(item, "callspec"):
             matrices[item.nodeid.split("[")[0]].append(item)
     for cases in matrices.values():
         options = cases[0].get_closest_marker("thinned").kwargs
-        size, most = options.get("size", 1), options.get("most", len(cases))
-        values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
-        covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
-        left = set().union(*covers.values())
-        slow = dict.fromkeys(cases)
-        while left and len(cases) - len(slow) < most:
-            best = max(slow, key=lambda item: len(covers[item] & left))
-            left -= covers[best]
-            del slow[best]
-        for item in slow:
-            item.add_marker("slow")
+        size = options.get("size", 1)
+        few = _covering(cases, size, options.get("most", len(cases)))
+        more = _covering(cases, size + 1, options.get("most_slow", 6), few)
+        for item in cases:
+            if item not in few:
+                item.add_marker("slow")
+            if item not in few and item not in more:
+                item.add_marker("exhaustive")
+
+
+def _covering(cases, size, most, chosen=()):
+    """Few of the cases, at most `most`, that have each combination of `size` values which those chosen before do not have."""
+    values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
+    covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
+    left = set().union(*covers.values()).difference(*(covers[item] for item in chosen))
+    rest, found = dict.fromkeys(item for item in cases if item not in chosen), []
+    while left and len(found) < most:
+        best = max(rest, key=lambda item: len(covers[item] & left))
+        left -= covers[best]
+        found.append(best)
+        del rest[best]
+    return found
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""The commands: `jpipe train CONFIG`, `launch -n N -- train CONFIG`, `plan`, `simulate`, `evaluate`, `export`, `data …`, `configs`."""
+"""The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `data …`, `configs`."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -201,22 +202,24 @@ def evaluate(
 
 @app.command
 def export(
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CONFIG")],
     to: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.safetensors|FOLDER]")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     weights: Literal["newest", "ema"] = "newest",
     layout: Literal["jpipe", "huggingface"] = "jpipe",
+    overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
 
     Args:
-        folder: The folder of the run, such as runs/0001.
+        folder: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
         to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
         out: The same as an option.
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
+        overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.held():
         import train.checkpoint.export as exporting
@@ -227,11 +230,59 @@ def export(
     try:
         if (to is None) == (out is None):
             raise InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
-        main = exporting.main if layout == "jpipe" else writing.main
-        main(folder, to or out or "", step, lambda line: print(printable(line)), weights)
+        if overrides and not os.path.isfile(folder):
+            raise InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
+        place, report = to or out or "", lambda line: print(printable(line))
+        if layout == "jpipe":
+            exporting.main(folder, place, step, report, weights)
+        else:
+            writing.main(folder, place, step, report, weights, overrides)
     except InputError as error:
         return fail(str(error), 2)
     return 0
+
+
+@app.command
+def generate(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")],
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
+    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100,
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = None,
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None,
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None,
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    weights: Literal["newest", "ema"] = "newest",
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|bytes")] = None,
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Go on from a text with a model that was trained, and write what comes to standard output.
+
+    Args:
+        source: The folder of a run, such as runs/0001, or one in Hugging Face's layout, with config.json.
+        prompt: The text to go on from; several times: of each. Without it standard input is read.
+        tokens: At most so many come; fewer where the text ends, or the positions of the model do.
+        temperature: 0: always the likeliest token; otherwise one is drawn, 1: as the model says. By default 1 with the next two, else 0.
+        top_k: Draw one of the K likeliest tokens.
+        top_p: Draw one of the likeliest tokens that have the probability P together, such as 0.9.
+        seed: Of what is drawn.
+        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
+        devices: Lay the layers on so many devices, one after the other; by default on as few as have the memory.
+        dtype: In which the model computes; by default as in training, or as a folder's weights are.
+        as_json: Write an object of JSON for each prompt in the end, with prompt, text, tokens and end.
+    """
+    with interrupt.held():
+        from train.generate import command
+        from train.generate import generate as generating
+    interrupt.check()
+
+    return command.run(
+        generating.Request(source, prompt, tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json)
+    )
 
 
 data = tyro.extras.SubcommandApp()

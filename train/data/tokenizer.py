@@ -63,6 +63,17 @@ class Tokenizer:
             raise _failed(error, f"{self.where}: cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that stand for none.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            return str(self.rules.decode(list(tokens), skip_special_tokens=True))
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot make text of tokens") from None
+
     def id_of(self, *names: str) -> int:
         """The id of the first of these special tokens that there is.
 

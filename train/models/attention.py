@@ -4,6 +4,7 @@ The letters in the shapes: b rows, s positions, h heads of queries, k of keys an
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jpipe import InputError
 from train.config.model_config import ModelConfig
 from train.models.cross_entropy import wider
 
@@ -22,9 +24,23 @@ def attend(
     segments: Int[Array, "b s"] | None,
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Each position of a decoder attends to itself and those before it, of an encoder to all; with segments only to its own."""
+    """Each position of a decoder attends to itself and those before it, of an encoder to all; with segments only to its own.
+
+    Raises:
+        InputError: cuDNN's attention was asked for where there is none, or for what it cannot do.
+    """
     mask = None if segments is None else same_segment(segments, segments)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=config.kind == "decoder", implementation=config.attention)
+    attention = partial(jax.nn.dot_product_attention, q, k, v, mask=mask, is_causal=config.kind == "decoder")
+    if config.attention == "xla":
+        return attention(implementation="xla")
+    where = "model.attention: cudnn needs an NVIDIA GPU with cuDNN"
+    if jax.default_backend() == "cpu":
+        raise InputError(f"{where}, found CPUs; set it to xla")
+    try:
+        return attention(implementation="cudnn")
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{where} that computes this attention; JAX says: {reason}; set it to xla") from error
 
 
 def attend_so_far(

@@ -22,7 +22,7 @@ from train.console import interrupt
 from train.console.progress import Reporter
 from train.console.terminal import count
 from train.data import data
-from train.data.rest import AllRows
+from train.data.rest import AllRows, like_a_batch
 from train.data.rows import BatchesOfRows
 from train.launch.together import facts, joined
 from train.report.metrics_log import RunStopped, mean_of, means_of
@@ -30,6 +30,7 @@ from train.run.loop import reason
 from train.run.starting import begin
 
 _AHEAD = 2  # batches whose numbers are waited for later, so that devices always have work
+_OR_NULL = ", or null for the standard library's source"  # of a key's value, not of an option's
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,16 @@ class Found:
 
     Attributes:
         step: of the checkpoint.
-        examples: that were evaluated.
-        labels: the total weight of the loss.
+        rows: that were evaluated, sequences of a text.
+        there: rows of the data.
+        labels: the total weight of the loss, the number of labels that count.
         loss: the mean over them.
         metrics: those of the config, by name; they may be NaN.
     """
 
     step: int
-    examples: int
+    rows: int
+    there: int
     labels: float
     loss: float
     metrics: dict[str, float]
@@ -85,7 +88,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
 
     Raises:
         InputError: there is no such run or checkpoint, it is damaged, or it does not fit its config; the data cannot be read, or there
-            is not a single example.
+            is not a single row.
         RunStopped: a device failed.
         jpipe.PeerLost: another process died, hung or stopped.
     """
@@ -104,17 +107,20 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         for line in (*told, not_kept):
             if line:
                 reporter.say(line)
-        pipe, batches, everything = together.run_on_all(lambda: _ready(config, request, reporter))
+        pipe, batches, parts = together.run_on_all(lambda: _ready(config, request, reporter))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
         resumed = together.run_on_all(lambda: resume.at(place, step))
         try:
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.Counted()):
                 state = begin(config, pipe, batches, together, resumed)
-            found = _evaluate(config, request, pipe, state, everything, reporter, step)
+            means = _evaluate(config, request, pipe, state, batches.validation, parts, reporter)
         except jax.errors.JaxRuntimeError as error:
             raise RunStopped(reason(error)) from error
-        _tell(config, request, found, everything, batches.source, reporter)
+        (loss, labels), *_ = means.values()
+        metrics = {name.removeprefix("val_"): mean for name, (mean, _) in means.items() if name != "val_loss"}
+        found = Found(step, sum(parts.rows), parts.there, labels, loss, metrics)
+        _tell(config, request, found, batches.source, reporter)
         return found
 
 
@@ -129,6 +135,8 @@ def _config(place: Path, request: Request) -> Config:
     sections: dict[str, dict[str, Any]] = {"warm_start": {}}
     if not any(override.startswith(("plan.", "plan=")) for override in request.overrides):
         sections["plan"] = {"file": str(place / "plan.json")}
+    elif config_file.load_resolved(place / "config.yaml").plan.file is not None:  # beside it no other key would mean anything
+        sections["plan"] = {}
     config = config_file.load(place / "config.yaml", request.overrides, allow_code=request.allow_code, sections=sections)
     if request.weights == "ema":
         if config.optimizer.ema_decay is None:
@@ -138,76 +146,88 @@ def _config(place: Path, request: Request) -> Config:
     return config.model_copy(update={"optimizer": OptimizerConfig(name="sgd"), "resume": ResumeConfig(optimizer="reset")})
 
 
-Everything = data.Batches
-"""All batches; an `AllRows` where the data can tell what is left after the last whole one."""
-
-
-def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, Everything]:
-    """The pipeline, data with one batch of the usual size to compile for, and all batches to evaluate."""
-    rows: list[Everything] = []
+def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Parts"]:
+    """The pipeline, its data, and how much of that is evaluated: of what is there as `validation`. `train` has a batch to compile for."""
 
     def load(config: Config) -> data.Data:
         try:
             found = data.held_out(config, request.data)
         except InputError as error:
-            where = "data.path: " if request.data is None else "--data: "
-            raise InputError(*(line.replace("data.path: ", where, 1) for line in error.args)) from None
-        if not isinstance(found.validation, BatchesOfRows):
-            rows.append(found.validation)
-            return replace(found, train=found.validation)
-        whole = AllRows(found.validation, 1)
-        rows.append(whole)
-        return replace(found, train=[whole.like], validation=[whole.like])
+            if request.data is None:
+                raise
+            lines = (line.replace("data.path: ", "--data: ", 1).replace(_OR_NULL, "") for line in error.args)
+            raise InputError(*lines) from None
+        rows = found.validation
+        return replace(found, train=[like_a_batch(rows)] if isinstance(rows, BatchesOfRows) else rows)
 
     pipe, batches = build(config, reporter, load=load)
-    checked = check(config, pipe, batches)
-    (everything,) = rows
-    if not isinstance(everything, AllRows):
-        return pipe, checked, checked.validation
-    return pipe, checked, replace(everything, microbatch=config.train.batch_size // pipe.plan.microbatches)
+    if isinstance(batches.validation, BatchesOfRows):
+        batches = replace(batches, validation=AllRows(batches.validation, config.train.batch_size // pipe.plan.microbatches))
+    return pipe, check(config, pipe, batches), _parts(config, request, batches.validation)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is evaluated, batch by batch.
+
+    Attributes:
+        rows: of the data in each.
+        copies: of each of these rows.
+        there: rows in all, those that are not evaluated as well.
+    """
+
+    rows: list[int]
+    copies: list[int]
+    there: int
+
+
+def _parts(config: Config, request: Request, everything: data.Batches | AllRows) -> _Parts:
+    """The whole batches that are asked for; if these are all and more, the rows that are left after them, too."""
+    rows = [config.train.batch_size] * len(everything)
+    copies = [1] * len(everything)
+    whole = len(everything)
+    if isinstance(everything, AllRows):
+        whole = len(everything.batches)
+        rows, copies = ([of(i) for i in range(len(everything))] for of in (everything.rows_of, everything.copies_of))
+    number = len(everything) if request.batches is None or request.batches > whole else request.batches
+    return _Parts(rows[:number], copies[:number], sum(rows))
 
 
 def _evaluate(
-    config: Config,
-    request: Request,
-    pipe: jpipe.Pipeline,
-    state: jpipe.State,
-    everything: Everything,
-    reporter: Reporter,
-    step: int,
-) -> Found:
-    """Through the pipeline, one batch after the other."""
+    config: Config, request: Request, pipe: jpipe.Pipeline, state: jpipe.State, batches: data.Batches, parts: _Parts, reporter: Reporter
+) -> dict[str, tuple[float, float]]:
+    """The mean and the weight of the loss and of each metric, through the pipeline, one batch after the other."""
     metrics = model.metrics(config.eval)
-    number = len(everything) if request.batches is None else min(request.batches, len(everything))
     pending: list[jpipe.Evaluation] = []
     found: list[dict[str, tuple[float, float]]] = []
-    with reporter.counting(f"evaluating {count(number, 'batch', 'es')}") as progress:
-        for index in range(number):
+    total, done = sum(parts.rows), 0
+
+    def finish() -> None:
+        copies = parts.copies[len(found)]
+        found.append({name: (mean, weight / copies) for name, (mean, weight) in means_of(pending.pop(0)).items()})
+
+    with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
+        for index, rows in enumerate(parts.rows):
             interrupt.check()
-            pending.append(pipe.evaluate(state, everything[index], metrics, weights=request.weights))
+            pending.append(pipe.evaluate(state, batches[index], metrics, weights=request.weights))
             if len(pending) > _AHEAD:
-                found.append(means_of(pending.pop(0)))
-            progress(index + 1 - len(pending), number)
-        found += [means_of(evaluation) for evaluation in pending]
-    examples = number * config.train.batch_size
-    if isinstance(everything, AllRows) and number > len(everything.batches):
-        examples = everything.rows
-        found[-1] = {name: (mean, weight / everything.copies) for name, (mean, weight) in found[-1].items()}
+                finish()
+                done += rows
+                progress(done, total)
+        while pending:
+            finish()
     means = mean_of(found)
-    labels = sum(batch["val_loss"][1] for batch in found)
-    loss = means.pop("val_loss")
-    return Found(step, examples, labels, loss, {name.removeprefix("val_"): mean for name, mean in means.items()})
+    return {name: (mean, sum(batch[name][1] for batch in found)) for name, mean in means.items()}
 
 
-def _tell(config: Config, request: Request, found: Found, everything: Everything, source: str, reporter: Reporter) -> None:
+def _tell(config: Config, request: Request, found: Found, source: str, reporter: Reporter) -> None:
     """A few words and a small table."""
-    there = everything.rows if isinstance(everything, AllRows) else len(everything) * config.train.batch_size
-    of_all = "" if found.examples == there else f" of {there:,}"
+    of_all = "" if found.rows == found.there else f" of {found.there:,}"
     which = "" if request.weights == "newest" else ", moving average of the weights"
-    reporter.say(f"{request.run}, step {found.step}{which}; data: {source}, {found.examples:,}{of_all} examples")
+    reporter.say(f"{request.run}, step {found.step}{which}; data: {source}, {found.rows:,}{of_all} rows")
     unit = data.loss_unit(config).strip()
     rows = {f"loss, {unit}" if unit else "loss": found.loss}
-    if config.loss.target is None:
+    if unit.startswith("nats per"):
         rows["perplexity"] = math.exp(found.loss) if found.loss < 700 else math.inf
     if unit == "nats per byte":
         rows["bits per byte"] = found.loss / math.log(2)

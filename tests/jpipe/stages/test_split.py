@@ -277,7 +277,7 @@ def test_halves_make_what_the_whole_backward_makes(kind, recompute):
     check_halves(middle(kind, recompute))
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("kind", ["lstm", "scanned", "nested"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")

@@ -1,0 +1,112 @@
+"""Blocks against the same in NumPy, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments; and GPT-2's and BERT's."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpipe import InputError
+from train.config.model_config import ModelConfig
+from train.models.transformer import Block
+
+SEGMENTS = np.asarray([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3, 3, 3]], np.int32)
+BASE = 100.0
+
+
+@pytest.mark.parametrize("keys", [
+    {"positions": "rope", "rope_base": BASE, "norm": "rms", "activation": "silu", "gated_mlp": True, "bias": False, "kv_heads": 2,
+     "head_size": 6, "mlp_width": 20},
+    {"activation": "gelu"},
+    {"kind": "bert", "activation": "gelu_exact"},
+], ids=["llama", "gpt", "bert"])  # fmt: skip
+def test_a_block_is_that_of_numpy(keys):
+    config = ModelConfig(width=16, heads=4, seq_len=8, norm_epsilon=1e-2, **keys)
+    block = Block(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    graph, params = nnx.split(block)
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), params)  # norms and biases that count
+    x = rng.normal(size=(2, 8, 16)).astype(np.float32)
+    found = jax.jit(lambda params, stream: nnx.merge(graph, params)(stream))(params, {"x": x, "segments": SEGMENTS})
+    arrays = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(params))
+    np.testing.assert_array_equal(found["segments"], SEGMENTS)
+    for row in range(2):
+        np.testing.assert_allclose(found["x"][row], by_hand(arrays, x[row].astype(np.float64), SEGMENTS[row], config), atol=3e-5)
+
+
+def by_hand(params, x, segments, config):
+    """A block for one row (s, w)."""
+
+    def linear(name, x):
+        return x @ params[name]["kernel"] + params[name].get("bias", 0)
+
+    def norm(name, x):
+        if config.norm == "rms":
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * params[name]["scale"]
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * params[name]["scale"] + params[name]["bias"]
+
+    def mlp(x):
+        return linear("contract", ACTIVATIONS[config.activation](linear("gate" if config.gated_mlp else "expand", x)) * (
+            linear("expand", x) if config.gated_mlp else 1))  # fmt: skip
+
+    def attention(x):
+        return linear("project", heads_of(linear("qkv", x), segments, config))
+
+    if config.kind == "bert":
+        x = norm("attention_norm", x + attention(x))
+        return norm("mlp_norm", x + mlp(x))
+    x = x + attention(norm("attention_norm", x))
+    return x + mlp(norm("mlp_norm", x))
+
+
+def heads_of(qkv, segments, config):
+    """(s, heads · numbers): of each position and head the mean of the values it may see, by the softmax of products."""
+    heads, others, size = config.heads, config.kv_heads_used, config.head_size_used
+    vectors = qkv.reshape(len(qkv), heads + 2 * others, size)
+    place = [int((segments[:i] == segments[i]).sum()) for i in range(len(qkv))]
+    result = np.zeros((len(qkv), heads, size))
+    for i in range(len(qkv)):
+        seen = [j for j in range(len(qkv)) if segments[j] == segments[i] and (config.kind == "bert" or j <= i)]
+        for head in range(heads):
+            group = head // (heads // others)
+            query, keys = vectors[i, head], [vectors[j, heads + group] for j in seen]
+            if config.positions == "rope":
+                query, keys = turned(query, place[i]), [turned(key, place[j]) for key, j in zip(keys, seen, strict=True)]
+            weights = np.exp([query @ key / math.sqrt(size) for key in keys])
+            values = [vectors[j, heads + others + group] for j in seen]
+            result[i, head] = sum(weight * value for weight, value in zip(weights / weights.sum(), values, strict=True))
+    return result.reshape(len(qkv), -1)
+
+
+def turned(vector, position):
+    """Its pairs, one number from either half, turned."""
+    half = len(vector) // 2
+    result = np.empty_like(vector)
+    for i in range(half):
+        angle = position * BASE ** (-2 * i / len(vector))
+        result[i] = vector[i] * math.cos(angle) - vector[half + i] * math.sin(angle)
+        result[half + i] = vector[half + i] * math.cos(angle) + vector[i] * math.sin(angle)
+    return result
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+}
+
+
+def test_cudnn_is_refused_where_there_is_none(monkeypatch):
+    block = Block(ModelConfig(width=16, heads=2, attention="cudnn", compute_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    x = jnp.zeros((1, 8, 16), jnp.bfloat16)
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(InputError, match="needs an NVIDIA GPU with cuDNN, found CPUs; set it to xla"),
+    ):
+        block(x)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(InputError, match="JAX says: cuDNN is not detected.*; set it to xla"):
+        block(x)
