@@ -1,6 +1,7 @@
 """The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `data …`, `configs`."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -201,22 +202,24 @@ def evaluate(
 
 @app.command
 def export(
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CONFIG")],
     to: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.safetensors|FOLDER]")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     weights: Literal["newest", "ema"] = "newest",
     layout: Literal["jpipe", "huggingface"] = "jpipe",
+    overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
 
     Args:
-        folder: The folder of the run, such as runs/0001.
+        folder: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
         to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
         out: The same as an option.
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
+        overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.held():
         import train.checkpoint.export as exporting
@@ -227,8 +230,13 @@ def export(
     try:
         if (to is None) == (out is None):
             raise InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
-        main = exporting.main if layout == "jpipe" else writing.main
-        main(folder, to or out or "", step, lambda line: print(printable(line)), weights)
+        if overrides and not os.path.isfile(folder):
+            raise InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
+        place, report = to or out or "", lambda line: print(printable(line))
+        if layout == "jpipe":
+            exporting.main(folder, place, step, report, weights)
+        else:
+            writing.main(folder, place, step, report, weights, overrides)
     except InputError as error:
         return fail(str(error), 2)
     return 0

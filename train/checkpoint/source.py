@@ -35,6 +35,7 @@ class Source:
         read: gives at least those that are named, in parts, so that not all need be in memory at once.
         digest: a hash that tells this source from others.
         converts: arrays of another floating-point dtype than the model's are as good.
+        optional: arrays that may be missing.
     """
 
     where: str
@@ -42,3 +43,4 @@ class Source:
     read: Callable[[Names], Iterator[dict[str, Any]]]
     digest: Callable[[], str]
     converts: bool = False
+    optional: frozenset[str] = frozenset()

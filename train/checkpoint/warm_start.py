@@ -104,6 +104,8 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, .
     """Refuse all differences, but for names that begin with one of `leave`."""
     for name, spec in wanted.items():
         found = source.specs.get(name)
+        if found is None and name in source.optional:
+            continue
         if found is None or not (found.fits(spec) if source.converts else found == spec):
             raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {found or 'no such name'}; {_HINT}")
     for name, spec in source.specs.items():

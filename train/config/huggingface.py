@@ -320,7 +320,8 @@ def _validated(model: type[_Model], data: Any, where: str) -> _Model:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        raise InputError(*(f"{line}; {_HINT}" for line in explain(error, model, where).args)) from None
+        lines = explain(error, model, where).args
+        raise InputError(*(line if line.endswith("is missing; add it") else f"{line}; {_HINT}" for line in lines)) from None
 
 
 def _check_heads(width_key: str, width: int, heads_key: str, heads: int) -> None:

@@ -188,5 +188,6 @@ def _refuse(path: Path, said: str) -> NoReturn:
                 parts = json.loads(file.read(header))
                 end += max(int(part["data_offsets"][1]) for name, part in parts.items() if name != "__metadata__")
             if size < end:
-                raise InputError(f"{where}: expected {end:,} bytes, as its header says, found {size:,}: it is cut off; {hint}")
+                least = "at least " if size < 8 + header else ""
+                raise InputError(f"{where}: expected {least}{end:,} bytes, as its header says, found {size:,}: it is cut off; {hint}")
     raise InputError(f"{where}: expected a safetensors file, found: {said}; {hint}")

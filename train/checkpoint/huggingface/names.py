@@ -56,11 +56,13 @@ class Layout:
         rows: by layer id, in the order of the layers.
         prefix: what names begin with in the whole model, and do not in a folder of the model without its head.
         copies: tensors that a folder may have although others hold the same, by name.
+        optional: what the names of tensors begin with that a folder may lack; these parameters are then fresh.
     """
 
     rows: Mapping[str, tuple[Row, ...]]
     prefix: str
     copies: Mapping[str, str]
+    optional: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         for rows in self.rows.values():
@@ -91,7 +93,7 @@ def layout(found: Found) -> Layout:
     make, prefix = _LAYOUTS[found.architecture]
     layers, copies = make(found.keys)
     rows = {layer_id: tuple(row._replace(ours=f"{layer_id}/{row.ours}") for row in rows) for layer_id, rows in layers.items()}
-    return Layout(rows, prefix, copies)
+    return Layout(rows, prefix, copies, _OPTIONAL.get(found.architecture, ()))
 
 
 _Layers = tuple[dict[str, list[Row]], dict[str, str]]
@@ -168,6 +170,7 @@ _LAYOUTS: dict[str, tuple[Callable[[Mapping[str, Any]], _Layers], str]] = {
     "BertForPreTraining": (_bert, "bert."),
     "BertForMaskedLM": (_bert, "bert."),
 }
+_OPTIONAL = {"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")}  # which transformers writes without
 
 
 def _table(ours: str, theirs: str, rows: int, width: int) -> Row:

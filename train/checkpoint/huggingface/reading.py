@@ -39,7 +39,8 @@ def source(path: Path, *, strict: bool = True) -> Source:
         for inner in wanted.values():
             yield {name: _array(folder, names, known, rows[name]) for name in inner}
 
-    return Source(where, specs, read, folder.digest, converts=True)
+    optional = frozenset(row.ours for row in names if row.theirs[0].startswith(names.optional))
+    return Source(where, specs, read, folder.digest, converts=True, optional=optional)
 
 
 def _known(folder: Folder, names: Layout) -> dict[str, str]:
@@ -60,10 +61,13 @@ def _known(folder: Folder, names: Layout) -> dict[str, str]:
 def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> None:
     there = {name: folder.tensors[inside][1].shape for name, inside in known.items()}
     expected = names.theirs
+    lacking = [name for name in expected if name not in there]
+    if not any(name.startswith(names.optional) for name in there):
+        lacking = [name for name in lacking if not name.startswith(names.optional)]
     others = [name for name in there if name not in expected and name not in names.copies]
     shapes = [name for name in expected if name in there and there[name] != expected[name]]
     told = {
-        "are missing": [name for name in expected if name not in there],
+        "are missing": lacking,
         "are not of this model": [known[name] for name in others],
         "have another shape": [f"{known[name]} ({_shape(there[name])}, not {_shape(expected[name])})" for name in shapes],
     }

@@ -1,0 +1,177 @@
+"""`config.json` of a folder in Hugging Face's layout: what it says of the model, what of it is refused, and what is written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jpipe import InputError
+from tests.train.checkpoint.folders import GOLDEN, copied
+from train.config import config_file, huggingface
+from train.config.config import ModelConfig
+from train.config.presets import PRESETS
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED = {"rope_type": "llama3", **LLAMA3}
+OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
+
+
+def said(name: str, **changes) -> dict:
+    """A golden `config.json` with other values; `...` takes a key out."""
+    found = json.loads((GOLDEN / name / "config.json").read_text()) | changes
+    return {key: value for key, value in found.items() if value is not ...}
+
+
+def keys(name: str, **changes) -> dict:
+    return huggingface.described(said(name, **changes)).keys
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gpt2", {"n_inner": None}, {"mlp_width": 64, "kind": "decoder", "positions": "learned", "tied": True, "norm_epsilon": 1e-5}),
+        ("gpt2", {"activation_function": "gelu"}, {"activation": "gelu_exact"}),
+        ("gpt2", {"activation_function": ...}, {"activation": "gelu"}),
+        ("gpt2", {"tie_word_embeddings": False}, {"tied": False}),
+        ("llama", {"head_dim": ..., "num_key_value_heads": ...}, {"head_size": 4, "kv_heads": 4}),
+        ("llama", {"rope_parameters": ...}, {"rope_base": 10000.0, "rope_scaling": None}),
+        ("llama", {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": SCALED}, {"rope_base": 5e5, "rope_scaling": OURS}),
+        ("llama", {"rope_parameters": ..., "rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}}, {"rope_scaling": OURS}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, {"rope_base": 2e4, "rope_scaling": None}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {"bias": True, "tied": True, "gated_mlp": True}),
+        ("bert", {"hidden_act": "gelu_new"}, {"activation": "gelu", "kind": "bert", "tied": True, "norm_epsilon": 1e-12}),
+        ("bert", {"architectures": ["BertForMaskedLM"]}, {"kind": "bert"}),
+    ],
+)  # fmt: skip
+def test_it_says_the_keys_of_the_model(name, changes, expected):
+    found = keys(name, **changes)
+    assert {key: found[key] for key in expected} == expected
+    ModelConfig(**found, seq_len=8)
+
+
+OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {OTHERS}'MistralForCausalLM'"),
+        ("gpt2", {"architectures": []}, "config.json: architectures: "),
+        ("gpt2", {"architectures": None}, "config.json: architectures: "),
+        ("gpt2", {"architectures": ...}, "config.json: key 'architectures' is missing; add it"),
+        ("gpt2", {"activation_function": "relu"}, "config.json: activation_function: expected 'gelu_new', 'gelu_pytorch_tanh', "),
+        ("gpt2", {"n_head": 3}, "config.json: expected n_head to divide n_embd 16, found 3"),
+        ("gpt2", {"n_layer": ...}, "config.json: key 'n_layer' is missing; add it"),
+        ("gpt2", {"n_layer": "2"}, "config.json: n_layer: "),
+        ("gpt2", {"n_layer": 10**8}, "config.json: depth: "),
+        ("gpt2", {"n_positions": 10**9}, "makes a table of positions of more than"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.json: scale_attn_by_inverse_layer_idx: expected False, found True"),
+        ("gpt2", {"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type: expected 'default' or 'llama3', found 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "expected factor beside rope_type llama3, found none; add it"),
+        ("llama", {"rope_theta": 5.0}, "expected one rope_theta, found a different one in rope_parameters"),
+        ("llama", {"rope_scaling": SCALED}, "expected rope_scaling and rope_parameters to say the same"),
+        ("llama", {"attention_bias": True}, "expected attention_bias and mlp_bias to be the same, found True and False"),
+        ("llama", {"hidden_act": "relu2"}, "config.json: hidden_act: "),
+        ("llama", {"num_key_value_heads": 3}, "heads 4 is not divisible by kv_heads 3"),
+        ("bert", {"type_vocab_size": 3}, "config.json: type_vocab_size: expected 2, found 3"),
+        ("bert", {"position_embedding_type": "relative_key"}, "config.json: position_embedding_type: expected 'absolute'"),
+        ("bert", {"tie_word_embeddings": False}, "config.json: tie_word_embeddings: "),
+        ("bert", {"is_decoder": True}, "config.json: is_decoder: expected False, found True"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_none_of_jpipes_is_refused(name, changes, message):
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        keys(name, **changes)
+    assert ("jpipe's models have nothing else; take another model" in str(caught.value)) == ("missing" not in message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "expected JSON, found: "),
+        (b"[]", "config.json: "),
+        (b"\xff", "expected JSON in UTF-8, found other bytes"),
+        (b'{"a": NaN}', "expected JSON, found: NaN is no number of JSON's"),
+        (b"[" * 10**5, "found lists in lists too deep to read"),
+        (b" " * (2**20 + 1), "cannot read it: it is larger than 1 MiB, the limit for such a file"),
+    ],
+    ids=["cut off", "a list", "not UTF-8", "NaN", "deep", "huge"],
+)
+def test_a_file_that_is_no_config_is_refused(content, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=re.escape(message)):
+        huggingface.read(tmp_path)
+
+
+def loaded(tmp_path: Path, model: str, *more: str, name: str = "llama"):
+    (tmp_path / "config.yaml").write_text(f"warm_start: {{file: {GOLDEN / name}}}\ndata: {{format: tokens, path: here}}\nmodel: {model}\n")
+    return config_file.load(tmp_path / "config.yaml", more)
+
+
+def test_the_keys_of_the_model_are_filled_in_and_others_stay(tmp_path):
+    model = loaded(tmp_path, "{seq_len: 8, dropout: 0.5, compute_dtype: bfloat16, init: normal, width: 16}").model
+    assert (model.width, model.kv_heads, model.positions, model.rope_scaling.factor) == (16, 2, "rope", 4.0)
+    assert (model.seq_len, model.dropout, model.compute_dtype, model.init) == (8, 0.5, "bfloat16", "normal")
+    assert loaded(tmp_path, "{seq_len: 8, width: null}").model.width == 16
+    partial = loaded(tmp_path, "{seq_len: 8, depth: 5}", "warm_start.mode=partial").model
+    assert (partial.depth, partial.width) == (5, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{seq_len: 8, width: 32, depth: 3}", "/llama/config.json, found 3; leave it out\n"),
+        ("{seq_len: 8, rope_scaling: null}", "model.rope_scaling: expected {\"factor\": 4.0,"),
+        ("{seq_len: 8, preset: llama-tiny}", "model.preset would say what "),
+        ("{seq_len: 8, target: 'a:b'}", "model.target: expected the built-in model, as "),
+        ("{seq_len: 33}", "model: seq_len 33 is more than max_positions 32; change one of them"),
+        ("null", "model: seq_len 128 is more than max_positions 32"),
+        ("{seq_len: 8, widht: 3}", "unknown key 'model.widht'; did you mean 'model.width'?"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_the_folder_are_refused(model, message, tmp_path):
+    with pytest.raises(InputError, match=re.escape(message)):
+        loaded(tmp_path, model)
+
+
+def test_bytes_need_a_vocabulary_of_all_bytes(tmp_path):
+    with pytest.raises(InputError, match=re.escape("model.vocab_size 64 is less than the 256 bytes of a text; raise it, or leave it out")):
+        loaded(tmp_path, "{seq_len: 8}", "data={}")
+
+
+def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
+    copied("gpt2", tmp_path / "folder")
+    (tmp_path / "link").symlink_to("folder")
+    monkeypatch.chdir(tmp_path)
+    assert loaded(tmp_path, "{seq_len: 8}", "warm_start.file=link").model.depth == 2
+
+
+# Written ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "default"])
+def test_what_is_written_says_the_same_model(name):
+    model = ModelConfig() if name == "default" else ModelConfig(preset=name)
+    content = json.loads(json.dumps(huggingface.written(model)))
+    found = huggingface.described(content)
+    for key, value in found.keys.items():
+        ours = getattr(model, f"{key}_used", getattr(model, key))
+        assert (ours.model_dump() if key == "rope_scaling" and ours else ours) == value, key
+    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[found.architecture[0]]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"positions": "rope"}, "has model.positions \"learned\", not \"rope\"; LlamaForCausalLM has model.norm \"rms\", not "),
+        ({"bias": False}, "GPT2LMHeadModel has model.bias true, not false"),
+        ({"kv_heads": 2}, "GPT2LMHeadModel has model.kv_heads 4, not 2"),
+        ({"head_size": 64}, "GPT2LMHeadModel has model.head_size 32, not 64"),
+        ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; leave out --layout"),
+    ],
+)  # fmt: skip
+def test_a_mix_that_no_architecture_has_is_refused(model, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        huggingface.written(ModelConfig(**model))
