@@ -75,7 +75,7 @@ def prepare(
         raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
     target = _new(out)
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
-    with _folder(target, out) as place:
+    with _told_if_interrupted(out), _folder(target, out) as place:
         index, made = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
     if left_out := made.left_out():
         reporter.say(left_out)
@@ -124,15 +124,16 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
         )
     target = _new(out)
     rules, trainer = _untrained(vocab_size, kind)
-    with _found(files, 0.0, reporter, "reading") as (pieces, _):
-        try:
-            rules.train_from_iterator(pieces, trainer=trainer)
-        except InputError:
-            raise
-        except Exception as error:
-            interrupt.check()
-            raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
-    interrupt.check()
+    with _told_if_interrupted(out):
+        with _found(files, 0.0, reporter, "reading") as (pieces, _):
+            try:
+                rules.train_from_iterator(pieces, trainer=trainer)
+            except InputError:
+                raise
+            except Exception as error:
+                interrupt.check()
+                raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
+        interrupt.check()
     try:
         write_atomically(target, rules.to_str(pretty=True))
     except OSError as error:
@@ -276,6 +277,14 @@ def _new(out: str) -> Path:
     if there:
         raise InputError(f"--out: '{out}' already exists; choose another name, or remove it first")
     return path
+
+
+@contextlib.contextmanager
+def _told_if_interrupted(out: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; nothing is written to {out}") from None
 
 
 @contextlib.contextmanager

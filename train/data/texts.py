@@ -20,7 +20,7 @@ from train.data.tokenizer import Tokenizer
 Format = Literal["text", "jsonl-text", "prompts"]
 Part = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
-_BATCH = 2**22  # characters that are handed to the tokenizer together, for all cores to have some
+_BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
 _BLOCK = 2**20  # bytes that are read at once
 _LONGEST_LINE = 2**26
 _MOST_TOLD = 5  # of wrong lines, one by one

@@ -91,6 +91,8 @@ def find(
     if folder.is_file():
         huggingface.refuse_file(folder)
         raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
+    if not folder.exists():
+        raise InputError(f"generate: there is no folder '{source}'; give that of a run, such as runs/0001, or one in Hugging Face's layout")
     if not huggingface.is_meant(folder):
         return _of_run(folder, source, step, weights, tokens_of, dtype, report)
     for option, is_given in (("--step", step is not None), ("--weights", weights != "newest")):

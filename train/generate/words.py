@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from train.data.tokenizer import Tokenizer
 
 BYTES = "bytes"  # in place of a tokenizer.json: each byte is a token
-_UNKNOWN = "\ufffd"
-_LONGEST = 3  # such characters may stand for the beginning of one that is not all there yet
+_UNKNOWN = "\ufffd"  # in place of what is no character, or not yet
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,10 @@ class Stream:
         """What can be said now."""
         self._tokens.append(token)
         text = self._text()
-        waiting = min(_LONGEST, len(text) - len(text.rstrip(_UNKNOWN)))
-        new = text[self._given : len(text) - waiting]
+        known = text.rstrip(_UNKNOWN)  # some tokenizers take whole characters for none as well, where one behind them is not whole
+        new = known[self._given :]
         self._given += len(new)
-        if waiting == 0:
+        if known == text:
             self._tokens = self._tokens[self._whole :]
             self._whole, self._given = len(self._tokens), len(self._text())
         return new

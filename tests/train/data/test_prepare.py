@@ -5,6 +5,10 @@ import hashlib
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +21,8 @@ from train import cli
 from train.data import prepare, texts, token_files
 from train.data.prepare import Files
 from train.data.texts import Keys
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_folder_holds_the_tokens_of_every_text(documents, tokenizer, tmp_path, capsys):
@@ -90,6 +96,8 @@ def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, 
     if isinstance(error, OSError):
         assert "--out: cannot write" in str(caught.value)
         assert "No space left on device; choose another place" in str(caught.value)
+    elif isinstance(error, KeyboardInterrupt):
+        assert str(caught.value) == f"interrupted; nothing is written to {tmp_path / 'out'}"
     else:
         assert caught.value is error
 
@@ -167,3 +175,34 @@ def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, t
     with pytest.raises(InputError, match="already exists"):
         prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "killed"])
+def test_a_process_that_ends_early_leaves_nothing_that_is_taken_for_whole(number, code, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"some words, {i}\n" for i in range(10**6)))
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from train import cli; sys.exit(cli.main())"
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", program, "data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", tokenizer, "--out", str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.glob(".jpipe-*/train-00000.bin")):
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.01)
+            process.send_signal(number)
+            printed, wrong = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, wrong) == (code, "")
+    assert not out.exists()
+    left = list(tmp_path.glob(".jpipe-*"))
+    if number == signal.SIGINT:
+        assert printed.endswith(f"interrupted; nothing is written to {out}\n")
+        assert not left
+    for folder in left:
+        with pytest.raises(
+            InputError, match=r"cannot read '.*tokens\.json': No such file or directory; give a folder that jpipe data prep"
+        ):
+            token_files.read_index(str(folder), "data.path")

@@ -42,10 +42,10 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from train.data import data as text
+from train.data import windows
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
-window = text.Windows.__getitem__
+window = windows.Windows.__getitem__
 
 
 def noted(self, index):
@@ -63,7 +63,7 @@ def listens():
                 yield here.split(":")[0]
 
 
-text.Windows.__getitem__ = noted
+windows.Windows.__getitem__ = noted
 
 
 def linear(inputs, outputs):
@@ -215,6 +215,20 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     assert done(*arguments)[0] == 0
     assert several == rows("run")
     assert [row["step"] for row in several] == list(range(10))
+
+
+@pytest.mark.slow
+def test_files_of_tokens_in_two_processes_log_what_one_process_logs():
+    assert cli.main(["data", "tokenizer", "text.txt", "--vocab-size", "300", "--out", "t.json"]) == 0
+    assert cli.main(["data", "prepare", "text.txt", "--tokenizer", "t.json", "--out", "tokens", "--validation-fraction", "0.3"]) == 0
+    data, model = {"format": "tokens", "path": "tokens"}, {"depth": 1, "width": 8, "heads": 2, "seq_len": 8, "vocab_size": 300}
+    arguments = command({name: CURVES[name] for name in ("train", "plan", "optimizer")} | {"data": data, "model": model})
+    code, _, err = done("launch", "-n", "2", "--", *arguments)
+    assert (code, err) == (0, []), "\n".join(err)
+    several = rows("run")
+    Path("run").rename("several")
+    assert done(*arguments)[0] == 0
+    assert several == rows("run")
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 import functools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,17 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
 from tests.train.models.running import applied
+from train import cli
 from train.checkpoint import export
 from train.config import config_file
+from train.console.progress import Reporter
+from train.data import data, prepare
 from train.data.sources import validation_names
 from train.models import cross_entropy, layers
 from train.run import loop
 from train.run.evaluate import Found, Request, main
 
+ROOT = Path(__file__).parents[3]
 ROOT = Path(__file__).parents[3]
 SEQ = 8
 BASE = {
@@ -52,12 +60,15 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Found:
     """The whole model as one function, over all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
     kept = checkpoint_files.read_layers(run, step)
-    params = {}
-    for name, array in export.by_name(kept if weights == "newest" else export.with_ema(kept, step)).items():
+    arrays = export.by_name(kept if weights == "newest" else export.with_ema(kept, step))
+    stack, params = layers.layers(config.model, config.logits_chunk), {}
+    for layer_id, places in stack.ties.places.items():
+        arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in places.items()}
+    for name, array in arrays.items():
         *path, last = name.split("/")
         functools.reduce(lambda tree, key: tree.setdefault(key, {}), path, params)[last] = array
     inputs, labels = jax.tree.map(lambda *each: jnp.stack(each), *rows)
-    outputs = applied(layers.layers(config.model, config.logits_chunk), params, inputs)
+    outputs = applied(stack, stack.ties.split(params), inputs)
     (total, number), (hits, counted) = cross_entropy.loss(outputs, labels), cross_entropy.correct(outputs, labels)
     return Found(step, len(rows), len(rows), float(number), float(total / number), {"accuracy": float(hits / counted)})
 
@@ -126,3 +137,71 @@ def test_some_batches_are_those_of_the_runs_own_validations(home):
     found = main(Request(str(home.run), batches=2))
     assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
     assert found.there == len(held_out_rows(home))
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(home):
+    """Started as a person does; each reads only the rows and the layers that its stages need."""
+    command = [sys.executable, "-P", "-m", "jpipe_command", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=home.folder)
+    assert ended.returncode == 0, ended.stderr
+    expected = at_once(home.run, held_out_rows(home), 5)
+    (loss,) = re.findall(r"loss, nats per byte +(\S+)", ended.stdout)
+    (accuracy,) = re.findall(r"accuracy +(\S+)", ended.stdout)
+    assert (float(loss), float(accuracy)) == pytest.approx((expected.loss, expected.metrics["accuracy"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "evaluate: expected checkpoints in 'nothing/checkpoints', but there is no folder 'nothing'"),
+        (["run", "--step", "3"], "--step: expected one of 2, 4, 5, the checkpoints in 'run', found 3"),
+        (["run", "--batches", "0"], "--batches: expected 1 or more, found 0; leave it out for all"),
+        (["run", "--data", "nothing"], "--data: 'nothing' does not exist; give a file, a folder or a glob\n"),
+        (
+            ["run", "--data", "short.txt"],
+            "--data: expected at least 9 bytes (a window of model.seq_len 8, plus one), found 8 in 'short.txt'",
+        ),
+        (["run", "--set", "optimizer.ema_decay=null", "--weights", "ema"], "--weights: the run has no moving average of the weights"),
+        (["run", "--set", "model.width=16"], "checkpoint: layer 'embed', parameters: expected 'position/embedding' as in the model"),
+        (["run", "--set", "plan.stages=1"], "config.yaml --set plan.stages=1: unknown key 'plan.stages'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_a_line(home, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(home.folder)
+    (home.folder / "short.txt").write_bytes(b"8 bytes.")
+    before = listed(home.run)
+    assert cli.main(["evaluate", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jpipe: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert listed(home.run) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["prompts", "masked"])
+def test_answers_and_masked_tokens_are_evaluated_as_they_are_learnt(tmp_path, form):
+    """Prompts are in rows with others, and only their answers count; each row of masked tokens has a label of its own as well."""
+    kind = "decoder" if form == "prompts" else "bert"
+    (tmp_path / "text.txt").write_bytes(SENTENCE * 20)
+    prepare.make_tokenizer(
+        prepare.Files([str(tmp_path / "text.txt")]), 280, str(tmp_path / "t.json"), Reporter(1, 1, "bytes", quiet()), kind
+    )
+    lines = [json.dumps({"prompt": "the lazy dog"[: 3 + i % 9], "answer": "fox jumps"[: 1 + i % 8]}) + "\n" for i in range(80)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    keys = {"format": "prompts", "path": str(tmp_path / "prompts.jsonl"), "validation_fraction": 0.3}
+    if form == "masked":
+        keys = {"format": "text", "path": str(tmp_path / "text.txt"), "validation_fraction": 0.3, "objective": "masked"}
+    given = BASE | {"data": keys | {"tokenizer": str(tmp_path / "t.json")}, "run": {"dir": str(tmp_path / "run")}}
+    config = changed(given, model={"kind": kind, "vocab_size": 280, "seq_len": 24}, loss={"chunk": 16})
+    run = loop.main(config).folder
+    elements = data.held_out(config).validation.elements
+    rows = [elements[i] for i in range(len(elements))]
+    assert len(rows) % 4
+    check_equal(main(Request(str(run))), at_once(run, rows, 5))
+
+
+def quiet() -> Console:
+    return Console(quiet=True)

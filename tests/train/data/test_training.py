@@ -1,0 +1,92 @@
+"""Each format trains through a pipeline of two stages: what it learns, and that it is what one stage learns."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.train.conftest import changed
+from tests.train.data.conftest import quiet
+from train.config.config import Config
+from train.data import data, prepare
+from train.data.prepare import Files
+from train.report.metrics_log import repeatable
+from train.run import loop
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Questions, each with its answer; one answer is much longer than the others."""
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"what is {i}?", "answer": f"{i} is {i}" + " and so on" * (i % 8 == 0)} for i in range(80)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def of_format(tiny, documents, lines, made_tokenizers, tmp_path):
+    """A config that reads a format."""
+    text = {"format": "text", "path": str(documents), "tokenizer": str(made_tokenizers["decoder"]), "validation_fraction": 0.3}
+
+    def folder(kind: str) -> dict:
+        prepare.prepare(Files([str(documents)]), str(made_tokenizers[kind]), str(tmp_path / "tokens"), quiet(), 0.3, 200)
+        return {"format": "tokens", "path": str(tmp_path / "tokens")}
+
+    def config(kind: str, **sections) -> Config:
+        given = {
+            "text": lambda: text,
+            "tokens": lambda: folder("decoder"),
+            "prompts": lambda: text | {"format": "prompts", "path": str(lines)},
+            "masked": lambda: folder("bert") | {"objective": "masked"},
+        }[kind]()
+        model = tiny["model"] | {"vocab_size": 300, "seq_len": 32, "kind": "bert" if kind == "masked" else "decoder"}
+        return changed(tiny | {"data": given, "model": model}, **sections)
+
+    return config
+
+
+def losses(config: Config) -> list[dict]:
+    folder = loop.main(config).folder
+    return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "prompts"])
+def test_a_format_trains_through_two_stages(kind, of_format):
+    run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
+    rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))
+    assert abs(rows[0]["val_loss"] - math.log(300)) < 0.7
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prompts", "masked"])
+def test_two_stages_learn_what_one_learns(kind, of_format, tmp_path):
+    """Also where microbatches have different numbers of labels that count."""
+    run = {"steps": 3, "eval_every": 2, "trace_batches": 0}
+    two = losses(of_format(kind, train=run, plan={"schedule": "gpipe"}))
+    (tmp_path / "run").rename(tmp_path / "two")
+    shutil.rmtree(tmp_path / "tokens", ignore_errors=True)
+    one = losses(of_format(kind, train=run, plan={"schedule": "naive", "num_stages": 1, "microbatches": 1}))
+    for row, same in zip(two, one, strict=True):
+        for key in row.keys() & {"loss", "val_loss"}:
+            np.testing.assert_allclose(row[key], same[key], rtol=2e-5)
+
+
+def test_only_answers_are_learned(of_format):
+    found = data.load(of_format("prompts"))
+    for i in range(3):
+        inputs, labels = found.train[i]
+        counted = labels[:] >= 0
+        assert 0.2 < counted.sum() / (inputs["segments"][:] > 0).sum() < 0.9
+        assert not (counted & (inputs["segments"][:] == 0)).any()
+
+
+@pytest.mark.slow
+def test_a_run_on_prompts_resumes_where_it_was(of_format, tmp_path):
+    config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
+    whole = losses(config)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    loop.main(config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})}))
+    assert [row["loss"] for row in losses(config)] == [row["loss"] for row in whole]

@@ -1,0 +1,97 @@
+"""A decoder that keeps keys and values gives what the whole model gives: that of transformers, and our own."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
+from train.config.model_config import ModelConfig
+from train.generate import origin
+from train.generate.decoder import Decoder, bytes_of
+from train.generate.generate import sequences
+from train.generate.placement import place
+from train.generate.sampling import Sampling
+from train.models.layers import layers
+
+GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
+SYMBOLS = 50
+LENGTHS = 7, 1, 12, 4  # of the prompts in a batch
+
+
+def of_folder(name: str, devices: int = 1) -> Decoder:
+    """The model of a folder, on so many devices."""
+    found = origin.find(str(GOLDEN / name), None, "newest", None, None, print)
+    places = place(bytes_of(found.config, len(LENGTHS), 16), jax.devices(), devices)
+    assert len(set(places.values())) == devices
+    return Decoder(found.config, origin.parameters(found, places, lambda: None), places)
+
+
+def all_logits(decoder: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:
+    """Of each position from the end of its prompt on, where the tokens say what follows; NaN before."""
+    found = np.full((*tokens.shape, 1), np.nan, np.float32)
+    logits = decoder.begin([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], tokens.shape[1])
+    for step in range(tokens.shape[1] - min(lengths) + 1):
+        found = np.broadcast_to(found, (*tokens.shape, logits.shape[-1])).copy() if step == 0 else found
+        following = np.zeros(len(tokens), np.int32)
+        for row, length in enumerate(lengths):
+            if length + step <= tokens.shape[1]:
+                found[row, length + step - 1] = np.asarray(logits[row], np.float32)
+            if length + step < tokens.shape[1]:
+                following[row] = tokens[row, length + step]
+        logits = decoder.follow(jnp.asarray(following))
+    return found
+
+
+def check(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> None:
+    there = ~np.isnan(found[..., 0])
+    assert there.sum() == sum(found.shape[1] - length + 1 for length in LENGTHS)
+    np.testing.assert_allclose(found[there], expected[there], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("gpt2", 1), ("llama", 1), ("gpt2", 3)])
+def test_logits_are_those_of_transformers(name, devices):
+    golden = load_file(GOLDEN / name / "golden.safetensors")
+    decoder = of_folder(name, devices)
+    check(all_logits(decoder, golden["tokens"]), golden["logits"])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},  # the GPT over bytes
+        pytest.param({**LLAMA, "tied": True, "kv_heads": 2, "head_size": 4, "dropout": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_are_those_of_the_whole_model(keys):
+    config = ModelConfig.model_validate({**SMALL, "heads": 4, "seq_len": 12, "vocab_size": 40} | keys)
+    tokens = np.random.default_rng(0).integers(0, 40, (4, 12), dtype=np.int32)
+    stack = layers(config)
+    with jax.numpy_dtype_promotion("standard"):
+        split = params_of(stack, tokens)
+    whole = {layer_id: stack.ties.whole(layer_id, split) for layer_id in stack.ids}
+    decoder = Decoder(config, whole, dict.fromkeys(stack.ids, jax.devices()[0]))
+    tolerance = 2e-5 if config.compute_dtype == "float32" else 0.05
+    with jax.numpy_dtype_promotion("standard"):  # which JAX's attention needs in bfloat16
+        expected = np.asarray(outputs_of(config, tokens, split).astype(jnp.float32))
+        check(all_logits(decoder, tokens), expected, tolerance)
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_tokens_are_the_same_on_several_devices_and_among_others(devices, rows):
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
+    sampling = Sampling(1.0, top_k=20)
+
+    def tokens(devices: int, rows: list[list[int]]) -> np.ndarray:
+        decoder = of_folder("llama", devices)
+        return np.stack(list(sequences(decoder, rows, 16, 9, sampling, 7, SYMBOLS)), axis=1)
+
+    together = tokens(1, prompts)
+    assert together.shape == (3, 9)
+    assert len(set(together[0])) > 3
+    assert together.max() < SYMBOLS  # of the others of the model it is not known what they mean
+    np.testing.assert_array_equal(tokens(devices, prompts[:rows]), together[:rows])

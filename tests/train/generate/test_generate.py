@@ -1,0 +1,207 @@
+"""`jpipe generate` as a person meets it: text on standard output, all else on standard error, one clear message for each mistake."""
+
+import io
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file, save_file
+
+from tests.train.conftest import changed
+from train import cli
+from train.generate import command, origin
+
+GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
+RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
+WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 64))]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line; gives exit code, standard output and standard error."""
+    jax.devices()  # as many as the tests have, before a command asks for more
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(["generate", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder of transformers' with a tokenizer of whole words."""
+    place = tmp_path / "gpt2"
+    shutil.copytree(GOLDEN / "gpt2", place)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(place / "tokenizer.json"))
+    return place
+
+
+def greedy(folder: Path, prompt: list[int], most: int) -> list[int]:
+    """By the whole model, again for each token."""
+    from tests.train.models.running import applied
+    from train.models.layers import layers
+
+    found = origin.find(str(folder), None, "newest", None, None, print)
+    stack = layers(found.config)
+    params = origin.parameters(found, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
+    entries = stack.ties.split(params)
+    tokens = list(prompt)
+    for _ in range(most):
+        row = np.zeros((1, found.config.max_positions_used), np.int32)  # of one length, so that one program is compiled
+        row[0, : len(tokens)] = tokens
+        tokens.append(int(np.argmax(applied(stack, entries, row)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
+    long, short = greedy(folder, [5, 7, 11], 13), greedy(folder, [1], 14)  # an empty one begins with <s>, says config.json
+    last = next(token for token in reversed(long) if token not in short)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, 99999]}))
+    code, out, err = run(str(folder), "--prompt", "w5 w7 w11", "--prompt", "", "--tokens", "14", "--json")
+    assert code == 0, err
+    first, second = (json.loads(line) for line in out.splitlines())
+    check(first, "w5 w7 w11", long[: long.index(last)], "end of text")
+    check(second, "", short, "tokens")
+    assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
+
+
+def check(found: dict, prompt: str, tokens: list[int], end: str) -> None:
+    assert found["prompt"] == prompt
+    assert found["text"].split() == [WORDS[token] for token in tokens]
+    assert (found["tokens"], found["end"]) == (len(tokens), end)
+
+
+def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
+    code, out, err = run(str(RUN))
+    assert code == 0
+    assert len(out.encode()) >= 6  # what the model has not learned may be no UTF-8
+    assert out.endswith("\n")
+    assert "step 4; float32, 1 device (cpu)" in err
+    assert "stopped after 5 tokens: the model has no more than 8 positions" in err
+    assert run(str(RUN), "--prompt", "the")[1] == out
+
+
+def test_several_texts_come_one_after_the_other_under_their_prompts(run):
+    alone = [run(str(RUN), "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
+    code, out, err = run(str(RUN), "--prompt", "a", "--prompt", "fox", "--tokens", "3")
+    assert (code, out) == (0, "".join(alone))
+    assert re.findall(r"^jpipe: (prompt .*)$", err, re.MULTILINE) == ["prompt 1: 'a'", "prompt 2: 'fox'"]
+
+
+def test_ctrl_c_ends_the_text_and_not_in_a_traceback(run, folder, monkeypatch, interruptible):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    written = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, "_write", write)
+    code, _, err = run(str(folder), "--prompt", "w5", "--tokens", "12")
+    assert code == 130
+    assert "interrupted after 2 tokens" in err
+    assert len(written) == 3
+    assert written[-1].endswith("\n")
+
+
+def test_what_a_model_says_does_not_control_a_terminal(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    command._write("a\n\tb\x1b[2J\u202eé")
+    assert screen.getvalue() == "a\n\tb\\x1b[2J\\u202eé"
+
+
+FOX, HERE = ("--prompt", "fox"), str(RUN)
+REFUSED = {
+    "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
+    "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
+    "a file": ([str(RUN / "config.yaml"), *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
+    "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
+    "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),
+    "no such tokenizer": ([HERE, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
+    "another's": ([str(GOLDEN / "gpt2"), *FOX, "--tokenizer", "bytes"], r"prompt 1: expected tokens below 64 .*, found 120, 'x'"),
+    "a step of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--step", "3"], r"--step: expected the folder of a run"),
+    "an average of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--weights", "ema"], r"--weights: expected the folder of a run"),
+    "no such step": ([HERE, *FOX, "--step", "3"], r"--step: expected one of 4, .* found 3"),
+    "no average": ([HERE, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
+    "empty": ([HERE, "--prompt", ""], r"prompt 1: expected a text, found an empty one, and the model has no token that begins a text"),
+    "long": ([HERE, *FOX, "--prompt", "the fox "], r"prompt 2: expected at most 7 tokens, .* 8 positions .* found 8; make it shorter"),
+    "tokens": ([HERE, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
+    "top-p": ([HERE, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
+    "top-k": ([HERE, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
+    "temperature": ([HERE, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
+    "greedy top-p": ([HERE, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
+    "seed": ([HERE, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
+    "devices": ([HERE, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_refused_in_words(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert re.search(f"^jpipe: .*{message}", err, re.MULTILINE), err
+
+
+def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monkeypatch):
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        assert re.search("expected at most 16,777,216 bytes on standard input, found more", run(HERE)[2])
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", screen)
+    assert re.search("expected a text to go on from, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
+
+
+def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tmp_path):
+    shutil.copytree(RUN, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    config.write_text(re.sub(r"data:\n.*?\ntrain:", "data: {target: 'mine:data'}\ntrain:", text, flags=re.DOTALL))
+    assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(str(tmp_path / "run"), *FOX)[2])
+    config.write_text(text.replace("width: 8", "width: 16"))
+    assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(str(tmp_path / "run"), *FOX)[2])
+    own = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
+    config.write_text(own)
+    assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(str(tmp_path / "run"), *FOX)[2])
+
+
+def test_a_model_that_has_diverged_is_told(run, folder):
+    arrays = load_file(folder / "model.safetensors")
+    arrays["transformer.ln_f.bias"][0] = np.nan
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    code, out, err = run(str(folder), "--prompt", "w5")
+    assert (code, out) == (2, "")
+    assert "expected numbers as logits, found NaN after 1 token; the training of this model has diverged" in err
+
+
+@pytest.mark.slow
+def test_a_tied_run_with_an_average_of_its_weights(run, tiny, monkeypatch, capsys):
+    from train.run import loop
+
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
+    model = {"tied": True, "positions": "rope", "norm": "rms", "gated_mlp": True, "kv_heads": 1, "max_positions": 64}
+    config = changed(tiny, model=model, optimizer={"ema_decay": 0.9, "learning_rate": 0.3}, checkpoint={"every": 5})
+    place = str(loop.main(config).folder)
+    capsys.readouterr()
+    newest, averaged = (run(place, *FOX, "--weights", weights, "--tokens", "40") for weights in ("newest", "ema"))
+    assert (newest[0], averaged[0]) == (0, 0)
+    assert newest[1] != averaged[1]
+    assert "moving average of the weights" in averaged[2]
+    spread = run(place, *FOX, "--tokens", "40", "--devices", "3")
+    assert spread[1] == newest[1]
+    assert "3 devices" in spread[2]
