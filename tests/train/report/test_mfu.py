@@ -28,6 +28,25 @@ def test_the_flops_of_a_gpt_are_those_of_the_formula(tiny):
     sizes = {"model": {"depth": depth, "width": width}, "train": {"batch_size": rows}}
     for plan in ({}, {"microbatches": 4}, {"recompute": "full", "replicas": 2, "num_stages": 1, "schedule": "gpipe"}):
         assert flops_of(changed(tiny, **sizes, plan=plan)) == {"float32": rows * positions * of_a_token}, plan
+    assert flops_of(changed(tiny, **sizes, loss={"chunk": 8})) == {"float32": rows * positions * of_a_token}, "logits in chunks"
+
+
+def test_the_flops_of_a_llama_are_those_of_its_products(tiny):
+    """Two heads share keys and values, and the multilayer perceptron has a gate."""
+    depth, width, positions, rows = 2, 16, 8, 4
+    of_a_layer = 2 * width * (2 * width + 2 * width // 2) + 3 * 2 * width * 24 + 4 * positions * width
+    keys = {
+        "depth": depth,
+        "width": width,
+        "mlp_width": 24,
+        "kv_heads": 1,
+        "positions": "rope",
+        "norm": "rms",
+        "gated_mlp": True,
+        "tied": True,
+    }
+    expected = rows * positions * (depth * of_a_layer + 2 * width * 256)
+    assert flops_of(changed(tiny, model=keys, train={"batch_size": rows})) == {"float32": expected}
 
 
 def test_flops_are_of_the_dtype_that_is_multiplied(tiny):
@@ -61,6 +80,7 @@ def test_products_in_loops_and_attention_of_cudnn_count(monkeypatch):
         ("NVIDIA H200 NVL", "bfloat16", 835.5),
         ("NVIDIA GH200 480GB", "bfloat16", 989.4),
         ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA GB200", "bfloat16", 2500),
         ("NVIDIA L40S", "bfloat16", 362.05),
         ("NVIDIA L40", "bfloat16", 181.05),
         ("NVIDIA L4", "bfloat16", 121),
