@@ -351,7 +351,10 @@ def _keys_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _differences(keys: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
-    return [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
+    found = [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
+    if keys["width"] % keys["heads"]:  # although Llama's config has the size of a head
+        found.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
+    return found
 
 
 def _needed_gpt2(keys: Mapping[str, Any]) -> dict[str, Any]:
