@@ -52,19 +52,20 @@ def check(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> N
     np.testing.assert_allclose(found[there], expected[there], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("gpt2", 1), ("llama", 1), ("gpt2", 3)])
+@pytest.mark.parametrize(("name", "devices"), [("gpt2", 3), ("llama", 1)])
 def test_logits_are_those_of_transformers(name, devices):
     golden = load_file(GOLDEN / name / "golden.safetensors")
     decoder = of_folder(name, devices)
     check(all_logits(decoder, golden["tokens"]), golden["logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
         {},  # the GPT over bytes
-        pytest.param({**LLAMA, "tied": True, "kv_heads": 2, "head_size": 4, "dropout": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {**LLAMA, "tied": True, "kv_heads": 2, "head_size": 4, "dropout": 0.5},
+        {"compute_dtype": "bfloat16"},
     ],
 )
 def test_logits_are_those_of_the_whole_model(keys):
@@ -81,7 +82,8 @@ def test_logits_are_those_of_the_whole_model(keys):
         check(all_logits(decoder, tokens), expected, tolerance)
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "rows"), [(2, 3), (4, 1)])
 def test_tokens_are_the_same_on_several_devices_and_among_others(devices, rows):
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
     sampling = Sampling(1.0, top_k=20)
