@@ -1,4 +1,4 @@
-"""`python -m benchmarks [dispatch] [lowering] [recipes] [scaling] [single-stage] [split] [--json FILE]`: run, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] … [--json FILE]`: run those that are named, or all, print a table, write JSON."""
 
 import argparse
 import json
@@ -9,10 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import dispatch, lowering, recipes, scaling, single_stage, split
+from benchmarks import cross_entropy, dispatch, lowering, recipes, scaling, single_stage, split
 from benchmarks.machine import describe, make_cpu_devices
 
 BENCHMARKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "cross-entropy": cross_entropy.measure,
     "dispatch": dispatch.measure,
     "lowering": lowering.measure,
     "recipes": recipes.measure,
@@ -40,13 +41,13 @@ def main() -> None:
         parser.error(f"unknown benchmark '{unknown[0]}'; known: {', '.join(BENCHMARKS)}")
     results = {"machine": in_a_process(describe)}
     print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
-    print(f"{'figure':<78} {'measured':>12} {'goal':>14}")
+    print(f"{'figure':<100} {'measured':>12} {'goal':>14}")
     for name in options.names or BENCHMARKS:
         print(f"… {name}", file=sys.stderr)
         rows = in_a_process(BENCHMARKS[name])
         results[name] = rows
         for row in rows:
-            print(f"{row['figure']:<78} {row['measured']:>12.4g} {row.get('goal', ''):>14}")
+            print(f"{row['figure']:<100} {row['measured']:>12.4g} {row.get('goal', ''):>14}")
     options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written to {options.json}")
 

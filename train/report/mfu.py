@@ -33,7 +33,8 @@ def _tpu(peak: float) -> dict[str, float]:
 PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
     # TFLOP/s of a device as JAX counts devices, without sparsity, by what its `device_kind` contains; the first that fits counts.
     # NVIDIA's data sheets of each product; those of Hopper and Ada tell twice as much, "with sparsity".
-    (r"GB200|B200", _gpu(2250, 1125, 75)),  # nvidia.com/en-us/data-center/hgx: 36 and 18 PFLOP/s of eight, with sparsity
+    (r"GB200", _gpu(2500, 1250, 80)),  # GB200 NVL72: 360, 180 and 5.76 PFLOP/s of 72, the first two with sparsity
+    (r"B200", _gpu(2250, 1125, 75)),  # HGX B200: 36, 18 and 0.6 PFLOP/s of eight, the first two with sparsity
     (r"GH200|H200(?! NVL)", _gpu(989.4, 494.7, 66.9)),  # as H100 SXM
     (r"H200 NVL|H100 NVL", _gpu(835.5, 417.5, 60)),
     (r"H100 PCIe", _gpu(756, 378, 51.2)),

@@ -21,7 +21,7 @@ from train.console import interrupt
 
 FOLDER = "wandb"  # in the run's folder
 _ID = "id.txt"  # in that folder: by it a run that is resumed goes on in the same run of wandb
-_COMMAND = (sys.executable, "-P", "-m", "train.report.wandb_process")  # -P: a folder ./wandb is not the library
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py")))  # -P: no wandb beside it or in ./ is the library
 _MOST_WAITING = 100_000  # rows that it has not taken yet
 _LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for it; and where time is short
 
@@ -165,6 +165,6 @@ class Wandb:
             elif "folder" in answer:
                 why, where = (problem or "offline").rstrip("."), shown(Path(answer["folder"] or ""))
                 self._say(f"wandb: {why}; the rows are kept on disk, and wandb sync {where} sends them")
-            elif not self._gone and not ended:
+            elif not self._gone and (problem or not ended):
                 self._takes_rows, self._gone = False, True
                 self._say(f"wandb: {problem or 'its process has ended'}; the run goes on without it")

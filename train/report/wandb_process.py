@@ -1,6 +1,7 @@
 """The process of a run that talks to Weights & Biases. It gets a line of JSON per row on standard input, and answers in such lines.
 
 In the process of the run itself, wandb's threads, hooks and waits for the network could delay training or its end, or take its signals.
+It is started as a file and imports nothing of jpipe's: what `train` is elsewhere does not matter.
 """
 
 import contextlib
@@ -13,10 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.console.terminal import first_line
-
-ALONE = 60.0  # seconds for what is left to send, where the run itself was killed
-CONNECT = 20.0  # seconds until the rows are kept on disk instead; less than the end of a run waits
+ALONE = 60.0  # seconds for what is left to send, if the run itself does not end this process before
+CONNECT = 15.0  # seconds until the rows are kept on disk instead; less than the end of a run waits
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     try:
         serve(lines, answer)
     except Exception as error:
-        answer(problem=first_line(error))
+        answer(problem=_first_line(error))
         sys.exit(1)
 
 
@@ -56,10 +55,9 @@ def serve(lines: Iterable[str], answer: Callable[..., None]) -> None:
             break
         if message["step"] >= there:  # a run that is resumed writes its last rows again, which wandb has already
             run.log(message["row"], step=message["step"], commit=True)
-    else:
-        timer = threading.Timer(ALONE, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
+    timer = threading.Timer(ALONE, os._exit, (1,))  # whatever hangs, and whether or not the run lives and waits for it
+    timer.daemon = True
+    timer.start()
     run.finish(exit_code=code)
 
 
@@ -80,13 +78,20 @@ def begin(about: Mapping[str, Any], answer: Callable[..., None]) -> Any:
     try:
         run = wandb.init(**options)
     except wandb.errors.Error as error:  # no login, no network
-        problem = first_line(error)
+        problem = _first_line(error)
+        wandb.teardown()  # else the name of the run would be taken
         run = wandb.init(**options, mode="offline")
-    if run.offline:
+    if run.disabled:
+        answer(problem="it is disabled, by WANDB_MODE, say")
+    elif run.offline:
         answer(folder=str(Path(run.dir).parent), problem=problem)
     else:
         answer(url=run.url)
     return run
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 if __name__ == "__main__":

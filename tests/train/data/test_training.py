@@ -2,18 +2,24 @@
 
 import json
 import math
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.train.conftest import changed
-from tests.train.data.conftest import quiet
+from tests.train.data.conftest import SENTENCES, quiet
+from train import cli
 from train.config.config import Config
 from train.data import data, prepare
 from train.data.prepare import Files
 from train.report.metrics_log import repeatable
 from train.run import loop
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -90,3 +96,26 @@ def test_a_run_on_prompts_resumes_where_it_was(of_format, tmp_path):
     (tmp_path / "run").rename(tmp_path / "whole")
     loop.main(config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})}))
     assert [row["loss"] for row in losses(config)] == [row["loss"] for row in whole]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_lead_from_text_to_a_model(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "data.md").read_text()
+    section = page[page.index("## From text to a model") : page.index("## Documents and their ends")]
+    commands = [shlex.split(command) for command in re.findall("^    jpipe (.*)$", section, re.MULTILINE)]
+    assert [command[:2] for command in commands] == [["data", "tokenizer"], ["data", "prepare"], ["train", "configs/gpt-bytes.yaml"]]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", "configs")
+    Path("notes").mkdir()
+    for i in range(40):
+        Path("notes", f"{i}.txt").write_text(f"{SENTENCES[i % 3]} {i}\n" * 20)
+    small = (
+        "train.steps=3 train.batch_size=4 model.seq_len=16 model.depth=1 model.width=8 model.heads=2 plan.num_stages=2 plan.microbatches=2"
+    )
+    commands[2] += [word for change in small.split() for word in ("--set", change)]
+    for command in commands:
+        assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "tokens: 40 documents, " in printed
+    assert "data: 'tokens'; " in printed
+    assert re.search(r"^step 2  loss \d", printed, re.MULTILINE)

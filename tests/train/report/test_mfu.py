@@ -1,6 +1,8 @@
 """MFU: FLOPs equal to those of the formula, peaks of the devices that people have, and where it is told."""
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,25 @@ def test_the_flops_of_a_gpt_are_those_of_the_formula(tiny):
     sizes = {"model": {"depth": depth, "width": width}, "train": {"batch_size": rows}}
     for plan in ({}, {"microbatches": 4}, {"recompute": "full", "replicas": 2, "num_stages": 1, "schedule": "gpipe"}):
         assert flops_of(changed(tiny, **sizes, plan=plan)) == {"float32": rows * positions * of_a_token}, plan
+    assert flops_of(changed(tiny, **sizes, loss={"chunk": 8})) == {"float32": rows * positions * of_a_token}, "logits in chunks"
+
+
+def test_the_flops_of_a_llama_are_those_of_its_products(tiny):
+    """Two heads share keys and values, and the multilayer perceptron has a gate."""
+    depth, width, positions, rows = 2, 16, 8, 4
+    of_a_layer = 2 * width * (2 * width + 2 * width // 2) + 3 * 2 * width * 24 + 4 * positions * width
+    keys = {
+        "depth": depth,
+        "width": width,
+        "mlp_width": 24,
+        "kv_heads": 1,
+        "positions": "rope",
+        "norm": "rms",
+        "gated_mlp": True,
+        "tied": True,
+    }
+    expected = rows * positions * (depth * of_a_layer + 2 * width * 256)
+    assert flops_of(changed(tiny, model=keys, train={"batch_size": rows})) == {"float32": expected}
 
 
 def test_flops_are_of_the_dtype_that_is_multiplied(tiny):
@@ -61,6 +82,7 @@ def test_products_in_loops_and_attention_of_cudnn_count(monkeypatch):
         ("NVIDIA H200 NVL", "bfloat16", 835.5),
         ("NVIDIA GH200 480GB", "bfloat16", 989.4),
         ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA GB200", "bfloat16", 2500),
         ("NVIDIA L40S", "bfloat16", 362.05),
         ("NVIDIA L40", "bfloat16", 181.05),
         ("NVIDIA L4", "bfloat16", 121),
@@ -86,6 +108,19 @@ def test_products_in_loops_and_attention_of_cudnn_count(monkeypatch):
 )
 def test_the_peak_of_a_device(kind, dtype, expected):
     assert mfu.peak_of(kind, dtype) == (None if expected is None else pytest.approx(expected * 1e12))
+
+
+def test_the_page_shows_the_same_peaks():
+    page = (Path(__file__).parents[3] / "docs" / "logging.md").read_text()
+    rows = re.findall(r"^\| (.*?)(?: \(float16\)|, per core)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|$", page, re.MULTILINE)
+    kinds = [kind for kinds, *_ in rows for kind in kinds.replace("V100 SXM", "V100-SXM").replace("V100 PCIe", "V100-PCIE").split(", ")]
+    assert {pattern for pattern, _ in mfu.PEAKS} == {next(p for p, _ in mfu.PEAKS if re.search(p, kind)) for kind in kinds}
+    for names, half, fast, full in rows:
+        kind = names.split(", ")[0].replace("V100 SXM", "V100-SXM").replace("V100 PCIe", "V100-PCIE")
+        dtype = "bfloat16" if "TPU" in kind else "float16"
+        assert (mfu.peak_of(kind, dtype), mfu.peak_of(kind, "float32")) == pytest.approx((float(half) * 1e12, float(fast) * 1e12))
+        with jax.default_matmul_precision("highest"):
+            assert mfu.peak_of(kind, "float32") == (pytest.approx(float(full) * 1e12) if full else None)
 
 
 def test_the_peak_of_float32_depends_on_how_it_is_multiplied(monkeypatch):

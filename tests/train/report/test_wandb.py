@@ -3,8 +3,12 @@
 import contextlib
 import importlib.util
 import json
+import os
+import socket
 import struct
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +96,58 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_one(tmp_path, messages, monke
     assert parts[1]["config"] == {"seed": 7, "model": {"width": 8}}
     assert len(messages) == 2
     assert "wandb: No API key configured. Use `wandb login` to log in; the rows are kept on disk, and wandb sync " in messages[1]
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for name, value in {
+            "WANDB_MODE": "online",
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_BASE_URL": address,
+            "WANDB_INIT_TIMEOUT": "1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        with Wandb(tmp_path, {"seed": 7}, messages.append) as log:
+            log.write(0, {"loss": 1.0})
+    assert [(part["rows"], part["codes"]) for part in kept(tmp_path)] == [({0: {"loss": 1.0}}, [0])]
+    assert len(messages) == 1
+    assert "; the rows are kept on disk, and wandb sync " in messages[0]
+
+
+def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Wandb(tmp_path, {}, messages.append) as log:
+        log.write(0, {"loss": 1.0})
+    assert messages == ["wandb: it is disabled, by WANDB_MODE, say; the run goes on without it"]
+
+
+KILLED = """
+import os, pathlib, signal, time
+from train.report.wandb import Wandb
+log = Wandb(pathlib.Path.cwd(), {}, print)
+log.write(0, {"loss": 1.0})
+print(log._process.pid, flush=True)
+while not log._lines.empty():
+    time.sleep(0.1)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_no_process(tmp_path):
+    """And its rows."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    killed = subprocess.run([sys.executable, "-P", "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    process, end = int(killed.stdout), time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(process, 0)
+            time.sleep(0.1)
+    assert time.monotonic() < end
+    assert [(part["rows"], part["codes"]) for part in kept(tmp_path)] == [({0: {"loss": 1.0}}, [1])]
 
 
 def served(code: str, tmp_path, messages, limit=30.0) -> Wandb:
