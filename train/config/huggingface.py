@@ -288,7 +288,7 @@ def written(model: ModelConfig) -> dict[str, Any]:
     differences = {name: _differences(keys, needed(keys)) for name, needed in _NEEDED.items()}
     chosen = next((name for name, different in differences.items() if not different), None)
     if chosen is None:
-        words = "; ".join(f"{name} has {', '.join(different)}" for name, different in differences.items())
+        words = "; ".join(f"{name} has {', '.join(different)}" for name, different in sorted(differences.items(), key=lambda found: len(found[1])))
         raise InputError(f"--layout huggingface: no architecture is this model: {words}; leave out --layout")
     return {"architectures": [chosen], "model_type": _MODEL_TYPES[chosen], **_WRITERS[chosen](keys)}
 
@@ -351,7 +351,10 @@ def _keys_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _differences(keys: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
-    return [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
+    found = [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
+    if keys["width"] % keys["heads"]:  # although Llama's config has the size of a head
+        found.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
+    return found
 
 
 def _needed_gpt2(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from train.config import config_file
-from train.config.config import Config
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.runtime._plain import to_plain
+from tests.train.models.running import applied
+from train.assemble.model import layers
+from train.checkpoint import huggingface as folder_of
+from train.checkpoint.export import by_path
+from train.checkpoint.huggingface.names import layout
+from train.config import config_file, huggingface
+from train.config.config import Config, ModelConfig
+from train.models import cross_entropy
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("gpt2", "llama", "bert")
@@ -78,3 +89,75 @@ def in_shards(name: str, to: Path) -> Path:
         save_file({key: tensors[key] for key in files if files[key] == file}, to / file)
     (to / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
     return to
+
+
+def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
+    """The model that a folder describes, and its parameters by name."""
+    stack = layers(ModelConfig(**huggingface.read(folder).keys, seq_len=LENGTH))
+    source = folder_of.source(folder, **options)
+    names = {layer_id: [name for name in source.specs if name.startswith(f"{layer_id}/")] for layer_id in stack.ids}
+    return stack, {name: array for part in source.read(names) for name, array in part.items()}
+
+
+def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
+    """Arrays by name as the parameters of the model."""
+    specs = {layer_id: layer.params for layer_id, layer in stack.specs(inputs).items()}
+    (first, second) = (("embed", "token", "embedding"), ("head", "token", "embedding"))
+
+    def array(layer_id: str, path: Any) -> Any:
+        name = f"{layer_id}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        return jnp.asarray(arrays["/".join(first) if name == "/".join(second) else name])
+
+    return {i: jax.tree_util.tree_map_with_path(lambda path, _, i=i: array(i, path), tree) for i, tree in specs.items()}
+
+
+def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack) -> Path:
+    """A run with these parameters in its only checkpoint, as a pipeline would have left it."""
+    folder = Path(config.run.dir)
+    params = stack.ties.split(nested(stack, arrays, jnp.zeros((1, config.model.seq_len), jnp.int32)))
+    entries = {name: to_plain({"params": {"0": jax.tree.map(np.asarray, tree)}}) for name, tree in params.items()}
+    checkpoint_files.write_layers(folder, 7, entries, 0)
+    checkpoint_files.complete(folder, 7, 1, {})
+    (folder / "config.yaml").write_text(config_file.to_yaml(config))
+    return folder
+
+
+def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """Loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by their names."""
+    stack, given = read(folder)
+    inputs, labels = jax.tree.map(jnp.asarray, batch(arrays))
+    params = stack.ties.split(nested(stack, given, inputs))
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        def mean(params: Any) -> Any:
+            outputs = applied(stack, params, inputs)
+            total, number = cross_entropy.loss(outputs, labels)
+            return total / number, outputs
+
+        (loss, outputs), gradients = jax.value_and_grad(mean, has_aux=True)(params)
+        return loss, outputs, jax.tree.map(lambda old, gradient: old - RATE * gradient, params, gradients)
+
+    loss, outputs, after = step(params)
+    whole = {layer_id: stack.ties.whole(layer_id, after) for layer_id in stack.ids}
+    found = {f"{layer_id}/{path}": np.asarray(leaf) for layer_id, tree in whole.items() for path, leaf in by_path(tree).items()}
+    rows = layout(huggingface.read(folder))
+    return loss, outputs, {name: tensor for row in rows for name, tensor in zip(row.theirs, row.split(found[row.ours]), strict=True)}
+
+
+def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
+    """A model of a folder gives what transformers computed from it."""
+    loss, outputs, after = learned(folder, expected)
+    close(loss, expected["loss"])
+    kept = expected.get("mask", np.ones_like(expected["tokens"])) > 0
+    close(np.asarray(outputs["tokens"] if isinstance(outputs, dict) else outputs)[kept], expected["logits"][kept])
+    if isinstance(outputs, dict):
+        close(outputs["next"], expected["next_logits"])
+    assert {f"after/{name}" for name in after} == {name for name in expected if name.startswith("after/")}
+    for name, tensor in after.items():
+        close(tensor, expected[f"after/{name}"])
+
+
+def close(found: Any, expected: Any) -> None:
+    """Equal but for the rounding of float32, in sums of the order of one to five."""
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=8e-6)

@@ -14,96 +14,34 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.runtime._plain import to_plain
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN, NAMES
-from tests.train.models.running import applied
+from tests.train.conftest import SENTENCE
 from train import cli
 from train.assemble.build import build
 from train.assemble.model import layers
-from train.checkpoint import huggingface, warm_start
-from train.checkpoint.export import by_path
-from train.checkpoint.huggingface import writing
+from train.checkpoint import warm_start
+from train.checkpoint.huggingface import tensors_file, writing
 from train.checkpoint.huggingface.folder import Folder
-from train.checkpoint.huggingface.names import layout
 from train.config import config_file
 from train.config import huggingface as config_json
-from train.config.config import Config, ModelConfig
+from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
-from train.models import cross_entropy
 from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 
 
-def loaded(config: Config) -> tuple[jpipe.Pipeline, Any, dict[str, Any], list[str]]:
-    """What a run would begin with: the pipeline, a batch, the parameters, what is said."""
+def loaded(config: Config) -> dict[str, Any]:
+    """The parameters that a run would begin with."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    said: list[str] = []
-    return pipe, batches.train[0], warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), said.append), said
-
-
-def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
-    """The model that a folder describes, and its parameters by name."""
-    stack = layers(ModelConfig(**config_json.read(folder).keys, seq_len=folders.LENGTH))
-    source = huggingface.source(folder, **options)
-    names = {layer_id: [name for name in source.specs if name.startswith(f"{layer_id}/")] for layer_id in stack.ids}
-    return stack, {name: array for part in source.read(names) for name, array in part.items()}
-
-
-def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
-    """Arrays by name as the parameters of the model."""
-    specs = {layer_id: layer.params for layer_id, layer in stack.specs(inputs).items()}
-    (first, second) = (("embed", "token", "embedding"), ("head", "token", "embedding"))
-
-    def array(layer_id: str, path: Any) -> Any:
-        name = f"{layer_id}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-        return jnp.asarray(arrays["/".join(first) if name == "/".join(second) else name])
-
-    return {i: jax.tree_util.tree_map_with_path(lambda path, _, i=i: array(i, path), tree) for i, tree in specs.items()}
-
-
-def close(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), print)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_a_step_of_sgd_are_those_of_transformers(name):
-    stack, arrays = read(GOLDEN / name)
-    golden = folders.computed(name)
-    inputs, labels = jax.tree.map(jnp.asarray, folders.batch(golden))
-    params = stack.ties.split(nested(stack, arrays, inputs))
-
-    @jax.jit
-    def both(params: Any) -> Any:
-        def mean(params: Any) -> Any:
-            outputs = applied(stack, params, inputs)
-            total, number = cross_entropy.loss(outputs, labels)
-            return total / number, outputs
-
-        (loss, outputs), gradients = jax.value_and_grad(mean, has_aux=True)(params)
-        return loss, outputs, jax.tree.map(lambda old, gradient: old - folders.RATE * gradient, params, gradients)
-
-    loss, outputs, after = both(params)
-    close(loss, golden["loss"])
-    kept = golden.get("mask", np.ones_like(golden["tokens"])) > 0
-    close(np.asarray(outputs["tokens"] if name == "bert" else outputs)[kept], golden["logits"][kept])
-    if name == "bert":
-        close(outputs["next"], golden["next_logits"])
-    check_after({layer_id: stack.ties.whole(layer_id, after) for layer_id in stack.ids}, name, golden)
-
-
-def check_after(params: Any, name: str, golden: dict[str, np.ndarray]) -> None:
-    """The parameters are those after the step."""
-    found = {f"{layer_id}/{path}": leaf for layer_id, tree in params.items() for path, leaf in by_path(tree).items()}
-    rows = list(layout(config_json.read(GOLDEN / name)))
-    for row in rows:
-        for theirs, tensor in zip(row.theirs, row.split(np.asarray(found[row.ours])), strict=True):
-            close(tensor, golden[f"after/{theirs}"])
-    assert sum(len(row.theirs) for row in rows) == sum(key.startswith("after/") for key in golden)
+    folders.check_learned(GOLDEN / name, folders.computed(name))
 
 
 def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same: Any = np.testing.assert_array_equal) -> None:
@@ -121,25 +59,14 @@ def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same:
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack) -> Path:
-    """A run with these parameters in its only checkpoint, as a pipeline would have left it."""
-    folder = Path(config.run.dir)
-    params = stack.ties.split(nested(stack, arrays, jnp.zeros((1, config.model.seq_len), jnp.int32)))
-    entries = {name: to_plain({"params": {"0": jax.tree.map(np.asarray, tree)}}) for name, tree in params.items()}
-    checkpoint_files.write_layers(folder, 7, entries, 0)
-    checkpoint_files.complete(folder, 7, 1, {})
-    (folder / "config.yaml").write_text(config_file.to_yaml(config))
-    return folder
-
-
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
     """In one file, or in several with an index, which are written and read alike."""
     begin = folders.in_shards(name, tmp_path / "begin")
     config = folders.config(tmp_path, name, file=begin)
-    stack, arrays = read(begin)
-    run, out = written(config, arrays, stack), tmp_path / "out"
+    stack, arrays = folders.read(begin)
+    run, out = folders.written(config, arrays, stack), tmp_path / "out"
     monkeypatch.setattr(writing, "LIMIT", limit)
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     expected = load_file(GOLDEN / name / "model.safetensors")
@@ -158,7 +85,7 @@ def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatc
         }
         assert index["metadata"] == {"total_size": size}
         assert all(sum(tensor.nbytes for tensor in load_file(out / file).values()) <= max(limit, 64 * 16 * 4) for file in names)
-    _, again = read(out)
+    _, again = folders.read(out)
     assert all(np.array_equal(again[key], array) for key, array in arrays.items())
 
 
@@ -185,11 +112,11 @@ def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, sta
     assert "warm start: 4 of 4 layers from '" in capsys.readouterr().out.replace("\n", "")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     golden = folders.computed(name)
-    close(row["loss"], golden["loss"])
+    folders.close(row["loss"], golden["loss"])
     out = tmp_path / "out"
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     after = {key.removeprefix("after/"): tensor for key, tensor in golden.items() if key.startswith("after/")}
-    check_folder(out, name, after, lambda found, expected, **_: close(found, expected))
+    check_folder(out, name, after, lambda found, expected, **_: folders.close(found, expected))
 
 
 @pytest.mark.slow
@@ -214,6 +141,111 @@ def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_pa
     for layer_id, number in zip(("embed", "block_0", "block_1", "head"), expected, strict=True):
         monkeypatch.setattr(warm_start, "own_layers", lambda pipe, own=layer_id: [own])
         taken.clear()
-        _, _, given, _ = loaded(config)
+        given = loaded(config)
         assert list(given) == [layer_id]
         assert len(taken) == len(set(taken)) == number, taken
+
+
+# Export -------------------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_weights_are_those_that_the_run_begins_with(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {preset: gpt2-tiny, depth: 1}\nseed: 5\n")
+    writing.main(str(config), str(tmp_path / "out"), None, print)
+    stack, arrays = folders.read(tmp_path / "out")
+    settings = config_file.load(config)
+    ours = layers(settings.model)
+    inputs = jnp.zeros((1, settings.model.seq_len), jnp.int32)
+    for layer_id, spec in ours.specs(inputs).items():
+        fresh = jax.jit(
+            lambda key, i=layer_id, x=spec.x: ours.init_layer(i, key, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x))[0]
+        )
+        found = folders.nested(stack, arrays, inputs)[layer_id]
+        made = fresh(jax.random.key(5))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            if layer_id != "head" or "token" not in str(path):
+                np.testing.assert_array_equal(dict(jax.tree_util.tree_leaves_with_path(found))[path], leaf)
+
+
+def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, capsys):
+    """Of a config whose data are tokens, and one whose tokenizer has gone."""
+    (tmp_path / "text.txt").write_bytes(SENTENCE * 40)
+    tokenizer, tokens = tmp_path / "tokenizer.json", tmp_path / "tokens"
+    assert cli.main(["data", "tokenizer", str(tmp_path / "text.txt"), "--vocab-size", "300", "--out", str(tokenizer)]) == 0
+    assert cli.main(["data", "prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--out", str(tokens)]) == 0
+    (tmp_path / "config.yaml").write_text("model: {preset: gpt2-tiny, vocab_size: 300}\n")
+    of_tokens = [f"data={{format: tokens, path: {tokens}}}"]
+    of_text = [f"data={{format: text, tokenizer: {tokenizer}}}"]
+    for name, said in (("tokens", of_tokens), ("text", of_text), ("bytes", [])):
+        writing.main(str(tmp_path / "config.yaml"), str(tmp_path / f"out-{name}"), None, print, overrides=said)
+        there = sorted(path.name for path in (tmp_path / f"out-{name}").iterdir())
+        described = json.loads((tmp_path / f"out-{name}" / "config.json").read_text())
+        if name == "bytes":
+            assert (there, described["eos_token_id"]) == (["config.json", "model.safetensors"], None)
+        else:
+            assert there == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+            assert (tmp_path / f"out-{name}" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+            assert described["eos_token_id"] == 0
+    capsys.readouterr()
+    tokenizer.unlink()
+    writing.main(str(tmp_path / "config.yaml"), str(tmp_path / "without"), None, print, overrides=of_text)
+    told = capsys.readouterr().out
+    assert f"without: without the tokenizer of the run, '{tokenizer}', which cannot be read: No such file or directory\n" in told
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The folder of a run that began with a golden folder."""
+    stack, arrays = folders.read(GOLDEN / "gpt2")
+    return folders.written(folders.config(tmp_path, "gpt2"), arrays, stack)
+
+
+def refused(words: list[str], message: str, capsys) -> None:
+    """`jpipe export` ends with that line."""
+    assert cli.main(["export", *words, "--layout", "huggingface"]) == 2
+    assert capsys.readouterr().err.startswith(f"jpipe: {message}")
+
+
+def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    config = "config.yaml"
+    (tmp_path / "mixed.yaml").write_text("model: {positions: rope}\n")
+    before = sorted(tmp_path.rglob("*"))
+    refused(["run", "there"], "--out: 'there' already exists; choose another name, or remove it first\n", capsys)
+    refused(["run", "link"], "--out: 'link' already exists; choose another name, or remove it first\n", capsys)
+    refused(["run", "no/out"], "--out: there is no folder for 'no/out'; make it first, or choose another\n", capsys)
+    refused(["run", "out", "--step", "6"], "--step: expected one of 7, the checkpoints in ", capsys)
+    refused(["there", "out"], "export: expected checkpoints in 'there/checkpoints', found none", capsys)
+    refused(["run"], "export: expected the file or folder to write, once", capsys)
+    refused(["run", "out", "--weights", "ema"], "--weights: the checkpoint of step 7 has no moving average of the weights", capsys)
+    refused(["run", "out", "--set", "seed=1"], "--set seed=1: would mean nothing for a run; leave it out\n", capsys)
+    refused(
+        [config, "out", "--step", "7"], f"export: expected the folder of a run for --step and --weights, found the file '{config}'", capsys
+    )
+    (tmp_path / config).write_text(f"warm_start: {{file: {GOLDEN / 'llama'}}}\ndata: {{format: tokens, path: x}}\nmodel: {{seq_len: 8}}\n")
+    refused([config, "out"], "export: expected a config whose run begins with fresh weights, found warm_start.file '", capsys)
+    refused(["mixed.yaml", "out"], "--layout huggingface: no architecture is this model: GPT2LMHeadModel has model.positions", capsys)
+    described = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(described.replace("depth: 2", "depth: 3"))
+    refused(["run", "out"], "export: expected 'block_2/attention_norm/scale' of shape [16] in step 7 of run, as in its config.yaml", capsys)
+    (run / "config.yaml").write_text(described)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensors_file, "_write", full)
+    refused(["run", "out"], "--out: cannot write 'out': No space left on device; choose another folder\n", capsys)
+    monkeypatch.setattr(tensors_file, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        writing.main("run", "out", None, print)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
+    folders.config(tmp_path, "llama")
+    assert cli.main(["simulate", str(tmp_path / "config.yaml"), "--allow-code", "--batches", "2"]) == 0
+    assert "embed" in capsys.readouterr().out

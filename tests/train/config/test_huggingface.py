@@ -169,6 +169,10 @@ def test_what_is_written_says_the_same_model(name):
         ({"bias": False}, "GPT2LMHeadModel has model.bias true, not false"),
         ({"kv_heads": 2}, "GPT2LMHeadModel has model.kv_heads 4, not 2"),
         ({"head_size": 64}, "GPT2LMHeadModel has model.head_size 32, not 64"),
+        (
+            {**PRESETS["llama-tiny"], "heads": 3, "kv_heads": 1, "head_size": 6},
+            "LlamaForCausalLM has model.heads that divide model.width 16, not 3",
+        ),
         ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; leave out --layout"),
     ],
 )  # fmt: skip

@@ -205,6 +205,8 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
         say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
         return ""
     (to / token_files.TOKENIZER).write_bytes(content)
+    # Without this transformers builds the tokenizer that is usual for the architecture.
+    _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return " and the tokenizer"
 
 

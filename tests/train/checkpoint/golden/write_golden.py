@@ -90,10 +90,8 @@ def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[di
     return {"logits": outputs.prediction_logits, "next_logits": outputs.seq_relationship_logits}, outputs.loss
 
 
-def write(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    """One folder."""
-    folder = HERE / name
-    model.save_pretrained(folder)
+def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch, the logits, the loss, and after/NAME: the weights after a step of SGD, which the model then has."""
     logits, loss = computed(model, batch)
     loss.backward()
     with torch.no_grad():
@@ -101,15 +99,19 @@ def write(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> 
             parameter -= RATE * parameter.grad
     after = {f"after/{key}": parameter.detach() for key, parameter in model.named_parameters()}
     numbers = {key: value.to(torch.int32) for key, value in batch.items()}
-    save_file(
-        numbers | {key: value.detach() for key, value in logits.items()} | {"loss": loss.detach()} | after, folder / "golden.safetensors"
-    )
+    return numbers | {key: value.detach() for key, value in logits.items()} | {"loss": loss.detach()} | after
+
+
+def write(folder: Path, model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: object) -> None:
+    """One folder."""
+    model.save_pretrained(folder, **options)
+    save_file(results(model, batch), folder / "golden.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
-    print(f"{folder}: {sum(os.path.getsize(path) for path in folder.iterdir()):,} bytes, loss {loss.item():.4f}")
+    print(f"{folder}: {sum(os.path.getsize(path) for path in folder.iterdir()):,} bytes")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write("gpt2", spread(GPT2LMHeadModel(GPT2), 1), decoder_batch(2))
-    write("llama", spread(LlamaForCausalLM(LLAMA), 3), decoder_batch(4))
-    write("bert", spread(BertForPreTraining(BERT), 5), encoder_batch(6))
+    write(HERE / "gpt2", spread(GPT2LMHeadModel(GPT2), 1), decoder_batch(2))
+    write(HERE / "llama", spread(LlamaForCausalLM(LLAMA), 3), decoder_batch(4))
+    write(HERE / "bert", spread(BertForPreTraining(BERT), 5), encoder_batch(6))

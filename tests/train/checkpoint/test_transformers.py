@@ -1,0 +1,93 @@
+"""Folders that transformers wrote give jpipe the same numbers, and folders that jpipe wrote give them to transformers."""
+
+import subprocess
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.train.checkpoint import folders
+from tests.train.models.running import applied
+from train.checkpoint.huggingface import writing
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-torch" / "bin" / "python"
+PROGRAM = "tests.train.checkpoint.transformers_program"
+
+pytestmark = pytest.mark.slow
+
+
+def run(*words: str | Path) -> str:
+    """What the program prints, where transformers is."""
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False).returncode:
+        pytest.skip("PyTorch and transformers are needed in .venv-torch: `make .venv-torch/ready`")
+    command = [PYTHON, "-m", PROGRAM, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """Folders that transformers wrote, each with what it computes."""
+    folder = tmp_path_factory.mktemp("theirs")
+    run("write", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "bert"])
+def test_a_folder_of_transformers_computes_and_learns_the_same(name, theirs):
+    folders.check_learned(theirs / name, load_file(theirs / name / "golden.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["masked", "bfloat16"])
+def test_logits_of_masked_models_and_of_short_floats(name, theirs):
+    """Those of the first lack the head for the next sentence, whatever stands there; those of the second are exact in float32."""
+    expected = load_file(theirs / name / "golden.safetensors")
+    stack, arrays = folders.read(theirs / name)
+    inputs = jnp.asarray(expected["tokens"].astype(np.int32))
+    if name == "masked":
+        made = folders.read(theirs / "bert")[1]
+        arrays = {key: arrays.get(key, array) for key, array in made.items()}
+    params = folders.nested(stack, {key: array.astype(np.float32) for key, array in arrays.items()}, inputs)
+    outputs = applied(stack, stack.ties.split(params), inputs)
+    folders.close(outputs["tokens"] if name == "masked" else outputs, expected["logits"])
+
+
+def test_folders_of_jpipe_compute_and_learn_the_same_in_transformers(tmp_path, monkeypatch):
+    """Of fresh weights, those of the config that `make train` uses among them; in shards, with a tokenizer."""
+    monkeypatch.setattr(writing, "LIMIT", 10_000)
+    tokenizer = tmp_path / "tokenizer.json"
+    make_tokenizer(tokenizer)
+    scaling = "{factor: 4.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8}"
+    llama = f"tied: true, bias: true, activation: gelu, head_size: 6, heads: 4, kv_heads: 2, rope_scaling: {scaling}"
+    models = {
+        "bytes": "{depth: 2, width: 16, heads: 2, seq_len: 16, vocab_size: 320}",
+        "llama": f"{{preset: llama-tiny, vocab_size: 320, {llama}}}",
+        "bert": "{preset: bert-tiny, vocab_size: 320}",
+    }
+    for name, model in models.items():
+        config = tmp_path / f"{name}.yaml"
+        objective = "masked" if name.startswith("bert") else "next"
+        config.write_text(f"model: {model}\ndata: {{format: text, objective: {objective}, tokenizer: {tokenizer}}}\nseed: 3\n")
+        writing.main(str(config), str(tmp_path / name), None, print)
+        arrays = load_file(folders.GOLDEN / ("bert" if name.startswith("bert") else "gpt2") / "golden.safetensors")
+        save_file({key: arrays[key] for key in BATCH if key in arrays}, tmp_path / name / "batch.safetensors")
+    printed = run("load", *(tmp_path / name for name in models))
+    assert printed.count("the quick fox") == len(models)
+    for name in models:
+        folders.check_learned(tmp_path / name, load_file(tmp_path / name / "results.safetensors"))
+
+
+BATCH = ("tokens", "labels", "types", "mask", "next")
+
+
+def make_tokenizer(path: Path) -> None:
+    from tests.train.conftest import SENTENCE
+    from train import cli
+
+    text = path.with_name("text.txt")
+    text.write_bytes(SENTENCE * 20)
+    assert cli.main(["data", "tokenizer", str(text), "--vocab-size", "320", "--out", str(path)]) == 0
