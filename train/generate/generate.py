@@ -21,6 +21,7 @@ from train.generate.placement import place
 from train.generate.sampling import Sampling, choose
 from train.generate.texts import Texts, begun
 from train.generate.words import Words
+from train.models.transformer import dtype_of
 
 MOST_TOKENS = 10**7
 _LARGEST = 1e6
@@ -136,7 +137,7 @@ def _on_cpus(found: origin.Origin, dtype: str | None) -> origin.Origin:
     """
     if dtype == "float16":
         raise InputError("--dtype: expected float32 or bfloat16 on CPUs, which do not compute in float16, found that; leave it out")
-    half = found.config.compute_dtype == "float16"
+    half = dtype_of(found.config) == "float16"
     return replace(found, config=found.config.model_copy(update={"compute_dtype": "float32"})) if half else found
 
 
