@@ -89,6 +89,15 @@ def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatc
     assert all(np.array_equal(again[key], array) for key, array in arrays.items())
 
 
+def test_the_average_of_the_weights_is_written(tmp_path):
+    stack, arrays = folders.read(GOLDEN / "gpt2")
+    run = folders.written(folders.config(tmp_path, "gpt2"), arrays, stack, above=0.5)
+    writing.main(str(run), str(tmp_path / "out"), 7, print, "ema")
+    check_folder(
+        tmp_path / "out", "gpt2", {key: w + np.float32(0.5) for key, w in load_file(GOLDEN / "gpt2" / "model.safetensors").items()}
+    )
+
+
 def test_the_config_of_a_run_has_all_keys_and_is_read_without_the_folder(tmp_path):
     config = folders.config(tmp_path, "llama", file=folders.copied("llama", tmp_path / "begin"))
     (tmp_path / "resolved.yaml").write_text(config_file.to_yaml(config))
