@@ -143,6 +143,7 @@ REFUSED = {
     "temperature": ([HERE, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
     "greedy top-p": ([HERE, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
     "seed": ([HERE, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
+    "float16": ([HERE, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
     "devices": ([HERE, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
 }
 
