@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jpipe
 from benchmarks.machine import describe
 from jpipe.processes._collectives import Group
-from jpipe.processes._connections import Link, Reduction
+from jpipe.processes._connections import Connection, Reduction
 
 SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
 LEAVES, LEAF = 50, 131072
@@ -59,7 +59,8 @@ def _process(process: int, port: str) -> None:
 def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
     """A round trip: half its time is one transfer; the processor time of one process is that of both ends of a transfer."""
     here, there = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
-    links = (Link(here, there), Link(there, here)) if jax.process_index() == 0 else (Link(there, here), Link(here, there))
+    first, second = (here, there) if jax.process_index() == 0 else (there, here)
+    links = Connection(first, second), Connection(second, first)
     spec = jax.ShapeDtypeStruct((size,), jnp.float32)
     for link in links:
         link.compile(spec)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jpipe
-from benchmarks import dispatch, gpt, gpu, recipes
+from benchmarks import cross_entropy, dispatch, gpt, gpu, recipes, transfers
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
@@ -156,6 +156,17 @@ def test_the_layers_compute_what_the_plain_step_does(quickly_compiled):
 
 def test_the_flops_of_a_sequence():
     assert TINY.sequence_flops == 8 * (6 * (12 * 2 * 16**2 + 16 * 256) + 12 * 2 * 8 * 16)
+
+
+def test_chunks_of_logits_need_less_memory():
+    whole, parts = (cross_entropy.temporary((2, 64), 8, 500, "float32", chunk) for chunk in (None, 16))
+    assert parts < whole / 2
+    seconds = cross_entropy.timed(20, 1024)
+    assert seconds() > 0
+
+
+def test_transfers_are_those_of_the_runtime():
+    assert callable(transfers.Connection.compile)
 
 
 # Goals --------------------------------------------------------------------------------------------------------------------

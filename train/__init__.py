@@ -1,1 +1,1 @@
-"""The application: train a byte-level GPT through a pipeline, from a YAML file. The library is `jpipe` and never imports this."""
+"""The application: train a language model, or a model of one's own, through a pipeline, from a YAML file. `jpipe` never imports this."""

@@ -12,6 +12,7 @@ from jpipe.files import expanded, read_text, resolved
 from planner.machine.plain_yaml import dump, parse
 from train.config import huggingface
 from train.config.config import Config
+from train.config.model_config import OF_THE_RUN
 
 MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
 
@@ -21,7 +22,8 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
 
-    Where `warm_start.file` is a folder in Hugging Face's layout, the keys of `model` that its `config.json` decides are filled in.
+    An override of `model.preset` replaces what the file says of the shape of the model. Where `warm_start.file` is a folder in Hugging
+    Face's layout, the keys of `model` that its `config.json` decides are filled in.
 
     Args:
         path: the file.
@@ -40,6 +42,7 @@ def load(
     given: list[str] = []
     for override in overrides:
         _override(data, override, given)
+    _let_preset_decide(data, given)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     _fill_model(data, where)
     try:
@@ -99,6 +102,14 @@ def _read(path: str | Path) -> dict[Any, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
     return data
+
+
+def _let_preset_decide(data: dict[Any, Any], given: Sequence[str]) -> None:
+    """Where `model.preset` is one of the keys `given`, leave out those that only the file gives the model, but for `OF_THE_RUN`."""
+    model = data.get("model")
+    if "model.preset" in given and isinstance(model, dict) and model["preset"] is not None:
+        keys = {key.split(".")[1] for key in given if key.startswith("model.")}
+        data["model"] = {key: value for key, value in model.items() if key in keys | OF_THE_RUN}
 
 
 def _fill_model(data: dict[Any, Any], where: str) -> None:

@@ -13,6 +13,8 @@ _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
 _ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT is
 
+OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # not of the shape of a model
+
 
 class RopeScaling(Section):
     """How Llama 3 stretches rotary positions beyond the `original_positions` that a model was first trained with.
@@ -102,7 +104,10 @@ class ModelConfig(OwnCode):
         if not isinstance(data, dict) or data.get("target") is not None:
             return data
         name = data.get("preset")
-        found = {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **data}
+        preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
+        if data.get("positions") == "learned":
+            preset = {key: value for key, value in preset.items() if not key.startswith("rope_")}
+        found = {**preset, **data}
         return {"tied": True, **found} if found.get("kind") == "bert" else found
 
     @model_validator(mode="after")
@@ -145,10 +150,15 @@ class ModelConfig(OwnCode):
             return self
         for key, has in _ENCODER.items():
             if (found := getattr(self, key)) != has:
-                raise ValueError(f"kind bert needs {key} {_word(has)}, found {_word(found)}; leave it out, or set kind to decoder")
+                raise ValueError(f"kind bert needs {key} {_word(has)}, found {_word(found)}{self._instead_of(key)}, or set kind to decoder")
         if self.kv_heads_used != self.heads:
-            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}; leave kv_heads out")
+            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._instead_of('kv_heads')}")
         return self
+
+    def _instead_of(self, key: str) -> str:
+        """What to do about a value that does not fit."""
+        of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
+        return f" of preset {self.preset}; set another preset" if of_preset else "; leave it out"
 
 
 def _word(value: object) -> str:

@@ -25,7 +25,9 @@ def run(request: Request) -> int:
     except InputError as error:
         return fail(str(error), 2)
     except jax.errors.JaxRuntimeError as error:
-        return fail(f"generate: a device failed: {first_line(error)}; if it lacks memory, use --devices, --dtype or fewer prompts", 1)
+        return fail(
+            f"generate: a device failed: {printable(first_line(error))}; if it lacks memory, use --devices, --dtype or fewer prompts", 1
+        )
     except BaseException as error:
         if interrupt.words(error) is None:
             raise

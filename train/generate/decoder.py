@@ -18,6 +18,7 @@ from train.config.model_config import ModelConfig
 from train.models import transformer
 
 Tree = Any  # nested dicts of arrays
+_PIECE = 1024  # positions of a prompt at a time: attention takes memory for each of them times all there may be
 _SHORTEST = 16  # positions; lengths are powers of two from here on, so that there are few programs to compile
 
 
@@ -91,7 +92,7 @@ class Decoder:
         self._room = 0
 
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"]:
-        """See the prompts, in one pass; what was seen before is forgotten.
+        """See the prompts, in one pass, or of long ones a piece at a time; what was seen before is forgotten.
 
         Args:
             prompts: of each row its tokens, at least one.
@@ -112,8 +113,14 @@ class Decoder:
         for layer_id in blocks:
             made = (jnp.zeros(shape, transformer.dtype_of(self._config), device=self._devices[layer_id]) for _ in range(2))
             self._caches[layer_id] = next(made), next(made)
-        at = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-        return self._forward(tokens, at, self._lengths - 1)
+        found = None
+        for start in range(0, length, _PIECE):
+            piece = tokens[:, start : start + _PIECE]
+            at = np.broadcast_to(np.arange(start, start + piece.shape[1], dtype=np.int32), piece.shape)
+            logits = self._forward(piece, at, np.clip(self._lengths - 1 - start, 0, piece.shape[1] - 1))
+            found = logits if found is None else jnp.where((self._lengths > start)[:, None], logits, found)
+        assert found is not None
+        return found
 
     def follow(self, tokens: Int[Array, " b"]) -> Float[Array, "b v"]:
         """See one more token of each row, which may still be on its way; of rows without a position left the logits mean nothing."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from train.generate.placement import place
 from train.generate.sampling import Sampling, choose
 from train.generate.texts import Texts, begun
 from train.generate.words import Words
+from train.models.transformer import dtype_of
 
 MOST_TOKENS = 10**7
 _LARGEST = 1e6
@@ -87,6 +88,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         say(line)
     force_cpu_devices(request.devices or 1)
     start_devices()
+    found = _on_cpus(found, request.dtype) if jax.default_backend() == "cpu" else found
     devices = place(bytes_of(found.config, len(prompts), positions), jax.local_devices(), request.devices)
     used = list(dict.fromkeys(devices.values()))
     say(f"{found.told}; {found.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
@@ -125,6 +127,18 @@ def sequences(
         yield np.asarray(tokens)
         tokens = following
     yield np.asarray(tokens)
+
+
+def _on_cpus(found: origin.Origin, dtype: str | None) -> origin.Origin:
+    """Where CPUs are the devices, which do not compute in float16.
+
+    Raises:
+        InputError: the user has asked for it.
+    """
+    if dtype == "float16":
+        raise InputError("--dtype: expected float32 or bfloat16 on CPUs, which do not compute in float16, found that; leave it out")
+    half = dtype_of(found.config) == "float16"
+    return replace(found, config=found.config.model_copy(update={"compute_dtype": "float32"})) if half else found
 
 
 def _sampling(request: Request) -> Sampling:

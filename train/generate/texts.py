@@ -14,6 +14,7 @@ from jpipe.errors import short
 from train.console.terminal import count
 from train.generate.words import Stream, Words
 
+_FEW = 10  # steps of which it is not told how fast they were
 End = Literal["end of text", "tokens", "positions", "interrupted"]
 
 
@@ -159,7 +160,7 @@ class _Clock:
         """In words."""
         words = f"{'interrupted after ' if interrupted else ''}{count(tokens, 'token')} in {self._times[-1] - self._times[0]:.1f} s"
         later, seconds = sum(self._counts[2:]), self._times[-1] - self._times[min(2, len(self._counts))]
-        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if later and seconds > 0 else "")
+        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _FEW and seconds > 0 else "")
 
 
 def begun(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Words) -> list[Text]:

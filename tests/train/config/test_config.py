@@ -52,6 +52,12 @@ def test_the_shipped_config_names_every_key():
     assert config_file.load(GPT_BYTES).model_dump() == given
 
 
+def test_the_small_llama_is_one():
+    model = config_file.load(GPT_BYTES.with_name("llama-small.yaml")).model
+    assert (model.positions, model.norm, model.activation, model.gated_mlp, model.heads // model.kv_heads_used) == (
+        "rope", "rms", "silu", True, 2)  # fmt: skip
+
+
 def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
     options = {name: field for name, field in Plan.model_fields.items() if not field.is_required()}
     own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}

@@ -24,7 +24,7 @@ from train.config.config import Config
 from train.run import loop
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = [path.read_text() for path in (ROOT / "configs" / "gpt-bytes.yaml", *sorted((ROOT / "examples").glob("*.yaml")))]
+CONFIGS = [path.read_text() for path in (*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").glob("*.yaml")))]
 CONFIGS.append("""
 model: {target: "own:model", arguments: {rate: 1e-3, names: [a, b], sizes: {1: 2, 2: -.5}, say: "010"}}
 optimizer: {name: own:rule, lr_schedule: cosine, arguments: {b: 0.5, flag: true, nothing: null}}

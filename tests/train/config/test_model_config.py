@@ -31,7 +31,9 @@ SCALING = "rope_scaling: {factor: 8, low_frequency_factor: 4, high_frequency_fac
         ("kind: bert, norm: rms", "model: kind bert needs norm layer, found rms"),
         ("kind: bert, gated_mlp: true", "model: kind bert needs gated_mlp false, found true"),
         ("kind: bert, tied: false", "model: kind bert needs tied true, found false"),
-        ("kind: bert, kv_heads: 2", "model: kind bert has as many kv_heads as heads, 4, found 2; leave kv_heads out"),
+        ("kind: bert, kv_heads: 2", "model: kind bert has as many kv_heads as heads, 4, found 2; leave it out"),
+        ("kind: bert, preset: llama-tiny", "found rope of preset llama-tiny; set another preset, or set kind to decoder"),
+        ("preset: llama-tiny, heads: 3, width: 18", "model: heads 3 is not divisible by kv_heads 2; change one of them"),
         ("attention: cudnn", "model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16"),
         ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise it, or leave it out"),
         ("vocabulary: 100", "unknown key 'model.vocabulary'; did you mean 'model.vocab_size'?"),
@@ -78,3 +80,19 @@ def test_a_preset_is_written_with_all_of_its_keys(tmp_path):
 def test_the_size_of_chunks_follows_the_vocabulary(tmp_path, symbols, chunk, expected):
     (tmp_path / "config.yaml").write_text(f"model: {{vocab_size: {symbols}}}\nloss: {{chunk: {chunk}}}")
     assert config_file.load(tmp_path / "config.yaml").logits_chunk == expected
+
+
+def test_a_preset_of_the_command_line_replaces_the_shape_in_the_file(tmp_path):
+    """The shipped config says all keys, which would leave nothing of a preset."""
+    (tmp_path / "config.yaml").write_text("model: {depth: 3, seq_len: 9, norm: rms, dropout: 0.5, compute_dtype: bfloat16, heads: 2}")
+    model = config_file.load(tmp_path / "config.yaml", ["model.preset=gpt2-tiny", "model.heads=8"]).model
+    expected = {"depth": 2, "heads": 8, "seq_len": 16, "norm": "layer", "dropout": 0.5, "compute_dtype": "bfloat16"}
+    assert expected.items() <= model.model_dump().items()
+    assert config_file.load(tmp_path / "config.yaml", ["model.preset=null"]).model.depth == 3
+    assert config_file.load(tmp_path / "config.yaml", ["model={preset: gpt2-tiny}"]).model.dropout == 0
+
+
+def test_learned_positions_replace_those_of_a_preset(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-3.2-1b, positions: learned, max_positions: 4096, seq_len: 64}")
+    model = config_file.load(tmp_path / "config.yaml").model
+    assert (model.rope_base, model.rope_scaling) == (10000.0, None)

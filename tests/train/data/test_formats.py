@@ -356,6 +356,24 @@ def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
     assert found.remarks == ("5 examples left out: prompts so long that nothing of the answer remains",)
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_tokens_are_those_of_the_weights_that_a_run_begins_with(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
+    """Other tokens behind theirs are no difference."""
+    beside, given = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
+    beside.parent.mkdir()
+    config = configured(tiny | {"warm_start": {"file": str(beside.parent)}}, given)
+    rules = library.Tokenizer.from_file(tokenizer)
+    rules.add_special_tokens(["<|one more|>"])
+    rules.save(str(beside))
+    data.load(config)
+    shutil.copyfile(made_tokenizers["bert"], beside)
+    key, file = ("data.tokenizer", "decoder") if kind == "text" else ("data.path", "tokenizer")
+    message = rf"^{key}: expected the tokens of '.*weights/tokenizer\.json', which the weights have learned, found 300 others in '.*{file}"
+    with pytest.raises(InputError, match=message + r"\.json', the first is 0, '<\|endoftext\|>' in place of '\[PAD\]'; use that tokenizer"):
+        data.load(config)
+    data.load(changed(config.model_dump(), warm_start={"file": str(beside.parent), "mode": "partial"}))
+
+
 def test_losses_and_portions_have_a_unit(tiny, request):
     config = configured(tiny, of_format(tiny, "text", request))
     assert (data.portion(config), data.loss_unit(config)) == ((64, "tokens"), " nats per token")

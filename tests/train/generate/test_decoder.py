@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
 from train.config.model_config import ModelConfig
-from train.generate import origin
+from train.generate import decoder, origin
 from train.generate.decoder import Decoder, bytes_of
 from train.generate.generate import sequences
 from train.generate.placement import place
@@ -19,7 +19,7 @@ from train.models.layers import layers
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 SYMBOLS = 50
-LENGTHS = 7, 1, 12, 4  # of the prompts in a batch
+LENGTHS = 8, 1, 12, 4  # of the prompts in a batch
 
 
 def of_folder(name: str, devices: int = 1) -> Decoder:
@@ -30,10 +30,10 @@ def of_folder(name: str, devices: int = 1) -> Decoder:
     return Decoder(found.config, origin.parameters(found, places, lambda: None), places)
 
 
-def all_logits(decoder: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:
+def all_logits(model: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:
     """Of each position from the end of its prompt on, where the tokens say what follows; NaN before."""
     found = np.full((*tokens.shape, 1), np.nan, np.float32)
-    logits = decoder.begin([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], tokens.shape[1])
+    logits = model.begin([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], tokens.shape[1])
     for step in range(tokens.shape[1] - min(lengths) + 1):
         found = np.broadcast_to(found, (*tokens.shape, logits.shape[-1])).copy() if step == 0 else found
         following = np.zeros(len(tokens), np.int32)
@@ -42,7 +42,7 @@ def all_logits(decoder: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndar
                 found[row, length + step - 1] = np.asarray(logits[row], np.float32)
             if length + step < tokens.shape[1]:
                 following[row] = tokens[row, length + step]
-        logits = decoder.follow(jnp.asarray(following))
+        logits = model.follow(jnp.asarray(following))
     return found
 
 
@@ -52,19 +52,21 @@ def check(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> N
     np.testing.assert_allclose(found[there], expected[there], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("gpt2", 1), ("llama", 1), ("gpt2", 3)])
-def test_logits_are_those_of_transformers(name, devices):
+@pytest.mark.parametrize(("name", "devices"), [("gpt2", 3), ("llama", 1)])
+def test_logits_are_those_of_transformers(name, devices, monkeypatch):
+    if name == "llama":
+        monkeypatch.setattr(decoder, "_PIECE", 8)  # longer prompts are seen piece by piece
     golden = load_file(GOLDEN / name / "golden.safetensors")
-    decoder = of_folder(name, devices)
-    check(all_logits(decoder, golden["tokens"]), golden["logits"])
+    check(all_logits(of_folder(name, devices), golden["tokens"]), golden["logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
         {},  # the GPT over bytes
-        pytest.param({**LLAMA, "tied": True, "kv_heads": 2, "head_size": 4, "dropout": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {**LLAMA, "tied": True, "kv_heads": 2, "head_size": 4, "dropout": 0.5},
+        {"compute_dtype": "bfloat16"},
     ],
 )
 def test_logits_are_those_of_the_whole_model(keys):
@@ -74,21 +76,22 @@ def test_logits_are_those_of_the_whole_model(keys):
     with jax.numpy_dtype_promotion("standard"):
         split = params_of(stack, tokens)
     whole = {layer_id: stack.ties.whole(layer_id, split) for layer_id in stack.ids}
-    decoder = Decoder(config, whole, dict.fromkeys(stack.ids, jax.devices()[0]))
+    model = Decoder(config, whole, dict.fromkeys(stack.ids, jax.devices()[0]))
     tolerance = 2e-5 if config.compute_dtype == "float32" else 0.05
     with jax.numpy_dtype_promotion("standard"):  # which JAX's attention needs in bfloat16
         expected = np.asarray(outputs_of(config, tokens, split).astype(jnp.float32))
-        check(all_logits(decoder, tokens), expected, tolerance)
+        check(all_logits(model, tokens), expected, tolerance)
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "rows"), [(2, 3), (4, 1)])
 def test_tokens_are_the_same_on_several_devices_and_among_others(devices, rows):
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
     sampling = Sampling(1.0, top_k=20)
 
     def tokens(devices: int, rows: list[list[int]]) -> np.ndarray:
-        decoder = of_folder("llama", devices)
-        return np.stack(list(sequences(decoder, rows, 16, 9, sampling, 7, SYMBOLS)), axis=1)
+        model = of_folder("llama", devices)
+        return np.stack(list(sequences(model, rows, 16, 9, sampling, 7, SYMBOLS)), axis=1)
 
     together = tokens(1, prompts)
     assert together.shape == (3, 9)

@@ -15,11 +15,14 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from tests.train.conftest import changed
+from tests.train.models.running import applied
 from train import cli
 from train.generate import command, origin
+from train.models.layers import layers
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
+LAST = 31  # a token that the model comes to, after some others
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 64))]
 
 
@@ -38,47 +41,41 @@ def run(capsys):
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder of transformers' with a tokenizer of whole words."""
-    place = tmp_path / "gpt2"
-    shutil.copytree(GOLDEN / "gpt2", place)
+    place = tmp_path / "llama"
+    shutil.copytree(GOLDEN / "llama", place)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(place / "tokenizer.json"))
     return place
 
 
-def greedy(folder: Path, prompt: list[int], most: int) -> list[int]:
-    """By the whole model, again for each token."""
-    from tests.train.models.running import applied
-    from train.models.layers import layers
-
+def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
+    """What follows each token, by the whole model."""
     found = origin.find(str(folder), None, "newest", None, None, print)
     stack = layers(found.config)
     params = origin.parameters(found, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
-    entries = stack.ties.split(params)
-    tokens = list(prompt)
-    for _ in range(most):
-        row = np.zeros((1, found.config.max_positions_used), np.int32)  # of one length, so that one program is compiled
-        row[0, : len(tokens)] = tokens
-        tokens.append(int(np.argmax(applied(stack, entries, row)[0, len(tokens) - 1])))
-    return tokens[len(prompt) :]
+    tokens = np.zeros((len(rows), found.config.max_positions_used), np.int32)
+    for row, own in zip(tokens, rows, strict=True):
+        row[: len(own)] = own
+    return np.argmax(applied(stack, stack.ties.split(params), tokens), axis=-1)
 
 
 def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
-    long, short = greedy(folder, [5, 7, 11], 13), greedy(folder, [1], 14)  # an empty one begins with <s>, says config.json
-    last = next(token for token in reversed(long) if token not in short)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, 99999]}))
-    code, out, err = run(str(folder), "--prompt", "w5 w7 w11", "--prompt", "", "--tokens", "14", "--json")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [LAST, 99999]}))
+    code, out, err = run(str(folder), "--prompt", "w3 w10 w60", "--prompt", "", "--tokens", "14", "--json")
     assert code == 0, err
-    first, second = (json.loads(line) for line in out.splitlines())
-    check(first, "w5 w7 w11", long[: long.index(last)], "end of text")
-    check(second, "", short, "tokens")
+    texts = [json.loads(line) for line in out.splitlines()]
+    assert [text["prompt"] for text in texts] == ["w3 w10 w60", ""]
+    assert [text["end"] for text in texts] == ["end of text", "tokens"]
+    prompts = [3, 10, 60], [1]  # an empty one begins with <s>, says config.json
+    rows = [[*prompt, *map(WORDS.index, text["text"].split())] for prompt, text in zip(prompts, texts, strict=True)]
+    assert [text["tokens"] for text in texts] == [len(row) - len(prompt) for prompt, row in zip(prompts, rows, strict=True)]
+    for prompt, row, follows, last in zip(prompts, rows, likeliest(folder, rows), (LAST, None), strict=True):
+        whole = row if last is None else [*row, last]
+        assert whole[len(prompt) :] == follows[len(prompt) - 1 : len(whole) - 1].tolist()
+    assert len(rows[0]) > 4
+    assert len(rows[1]) == 15
     assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
-
-
-def check(found: dict, prompt: str, tokens: list[int], end: str) -> None:
-    assert found["prompt"] == prompt
-    assert found["text"].split() == [WORDS[token] for token in tokens]
-    assert (found["tokens"], found["end"]) == (len(tokens), end)
 
 
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
@@ -146,6 +143,7 @@ REFUSED = {
     "temperature": ([HERE, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
     "greedy top-p": ([HERE, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
     "seed": ([HERE, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
+    "float16": ([HERE, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
     "devices": ([HERE, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
 }
 
@@ -182,7 +180,7 @@ def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tm
 
 def test_a_model_that_has_diverged_is_told(run, folder):
     arrays = load_file(folder / "model.safetensors")
-    arrays["transformer.ln_f.bias"][0] = np.nan
+    arrays["model.norm.weight"][0] = np.nan
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     code, out, err = run(str(folder), "--prompt", "w5")
     assert (code, out) == (2, "")

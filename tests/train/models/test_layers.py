@@ -1,5 +1,9 @@
 """The built-in models: what their layers are, what each position sees, that documents in one row are apart, and what is counted."""
 
+import re
+from functools import cache
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +38,13 @@ def test_presets_of_the_paper_have_about_as_many_as_it_says(name, billions):
     assert count_of(name) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+def test_the_page_has_every_preset_with_its_parameters():
+    page = Path(__file__).parents[3] / "docs" / "models.md"
+    rows = re.findall(r"^\| `([\w.-]+)` \|[^|]*\| ([\d,]+) \|$", page.read_text(), re.MULTILINE)
+    assert {name: int(count.replace(",", "")) for name, count in rows} == {name: count_of(name) for name in PRESETS}
+
+
+@cache
 def count_of(name: str) -> int:
     """Parameters of a preset, from shapes alone."""
     stack = layers(ModelConfig(preset=name))
