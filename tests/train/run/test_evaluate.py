@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,15 @@ def test_some_batches_are_those_of_the_runs_own_validations(home):
     found = main(Request(str(home.run), batches=2))
     assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
     assert found.there == len(held_out_rows(home))
+
+
+def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
+    def press(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("train.run.evaluate.begin", press)
+    assert cli.main(["evaluate", str(home.run)]) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
 
 
 @pytest.mark.slow
