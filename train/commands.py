@@ -58,7 +58,7 @@ def launch(
     pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
 ) -> int:
-    """Start several processes of `jpipe train` on this machine; when one fails, or on Ctrl-C, all of them end.
+    """Start several processes of `jpipe train` or `jpipe evaluate` on this machine; when one fails, or on Ctrl-C, all of them end.
 
     Args:
         command: The command of every process; the coordinator, the count and the number of the process are added to it.

@@ -22,7 +22,7 @@ from train.data import data
 
 
 def build(
-    config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, load: Callable[[Config], data.Data] = data.load
+    config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, load: Callable[[Config], data.Data] | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """What `config` describes, wherever it is to run. Nothing ran on a device.
 
@@ -30,7 +30,7 @@ def build(
         config: of the run.
         reporter: prints what takes long.
         plan: where the config does not say which.
-        load: reads its data.
+        load: reads its data, by default `train.data.data.load`.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -42,7 +42,7 @@ def build(
         check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
         with reporter.phase("reading the data"):
-            batches = load(config)
+            batches = (load or data.load)(config)
         for remark in batches.remarks:
             reporter.say(remark)
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.train[0]))

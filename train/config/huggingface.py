@@ -288,7 +288,8 @@ def written(model: ModelConfig) -> dict[str, Any]:
     differences = {name: _differences(keys, needed(keys)) for name, needed in _NEEDED.items()}
     chosen = next((name for name, different in differences.items() if not different), None)
     if chosen is None:
-        words = "; ".join(f"{name} has {', '.join(different)}" for name, different in sorted(differences.items(), key=lambda found: len(found[1])))
+        nearest = sorted(differences.items(), key=lambda found: len(found[1]))
+        words = "; ".join(f"{name} has {', '.join(different)}" for name, different in nearest)
         raise InputError(f"--layout huggingface: no architecture is this model: {words}; leave out --layout")
     return {"architectures": [chosen], "model_type": _MODEL_TYPES[chosen], **_WRITERS[chosen](keys)}
 

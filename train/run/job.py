@@ -51,7 +51,12 @@ def evaluate(request: Request, address: Address, connect_limit: float, wait_limi
     """Evaluate a run; returns the exit code, as `train` does."""
 
     def work(connect: Callable[[], int]) -> int:
-        main(request, connect(), connect_limit, wait_limit)
+        try:
+            main(request, connect(), connect_limit, wait_limit)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
+                raise KeyboardInterrupt("interrupted") from None
+            raise
         return 0
 
     return _run(work, address, connect_limit, wait_limit)

@@ -111,11 +111,13 @@ def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
     return {i: jax.tree_util.tree_map_with_path(lambda path, _, i=i: array(i, path), tree) for i, tree in specs.items()}
 
 
-def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack) -> Path:
-    """A run with these parameters in its only checkpoint, as a pipeline would have left it."""
+def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, above: float | None = None) -> Path:
+    """A run with these parameters in its only checkpoint, as a pipeline would have left it; maybe with an average so much above them."""
     folder = Path(config.run.dir)
     params = stack.ties.split(nested(stack, arrays, jnp.zeros((1, config.model.seq_len), jnp.int32)))
-    entries = {name: to_plain({"params": {"0": jax.tree.map(np.asarray, tree)}}) for name, tree in params.items()}
+    trees = {name: jax.tree.map(np.asarray, tree) for name, tree in params.items()}
+    averages = {name: {} if above is None else {"weights_ema": jax.tree.map(lambda w: w + above, tree)} for name, tree in trees.items()}
+    entries = {name: to_plain({"params": {"0": tree}, "optimizer": averages[name]}) for name, tree in trees.items()}
     checkpoint_files.write_layers(folder, 7, entries, 0)
     checkpoint_files.complete(folder, 7, 1, {})
     (folder / "config.yaml").write_text(config_file.to_yaml(config))

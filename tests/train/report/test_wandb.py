@@ -116,6 +116,7 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
     assert "; the rows are kept on disk, and wandb sync " in messages[0]
 
 
+@pytest.mark.slow
 def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Wandb(tmp_path, {}, messages.append) as log:

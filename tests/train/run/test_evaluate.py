@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,7 @@ def listed(folder: Path):
     ("plan", "step", "weights"),
     [
         ({}, None, "newest"),
+        pytest.param({}, 2, "ema", marks=pytest.mark.slow),
         pytest.param({"schedule": "gpipe", "replicas": [1, 2]}, 4, "newest", marks=pytest.mark.slow),
         pytest.param({"num_stages": 1, "microbatches": 4}, 4, "ema", marks=pytest.mark.slow),
         pytest.param(
@@ -123,12 +125,13 @@ def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weig
     assert listed(home.run) == before
 
 
-def test_other_data_with_the_average_of_the_weights(home, capsys):
-    request = Request(str(home.run), str(home.other), step=2, weights="ema", overrides=("data.boundaries=ignore",))
-    expected = at_once(home.run, windows_of(home.other.read_bytes()), 2, "ema")
-    check_equal(main(request), expected)
+def test_other_data_and_what_is_printed(home, capsys):
+    """A single document, all of whose labels count."""
+    rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
+    expected = at_once(home.run, rows, 2)
+    check_equal(main(Request(str(home.run), str(home.other), step=2)), expected)
     said = capsys.readouterr().out
-    assert f"{home.run}, step 2, moving average of the weights; data: '{home.other}', 6 rows\n" in said
+    assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in said
     assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", said)
 
 
@@ -137,6 +140,15 @@ def test_some_batches_are_those_of_the_runs_own_validations(home):
     found = main(Request(str(home.run), batches=2))
     assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
     assert found.there == len(held_out_rows(home))
+
+
+def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
+    def press(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("train.run.evaluate.begin", press)
+    assert cli.main(["evaluate", str(home.run)]) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
 
 
 @pytest.mark.slow
