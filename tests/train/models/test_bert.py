@@ -59,7 +59,8 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
     np.testing.assert_array_equal(logits(tokens=padding), before)
 
 
-@pytest.mark.parametrize(("schedule", "chunk"), [("pipedream_flush", 7), pytest.param("zb_h1", None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "chunk"), [("pipedream_flush", 7), ("zb_h1", None)])
 def test_a_pipeline_trains_it(schedule, chunk):
     one = batch()
     stack = layers(CONFIG, chunk)
