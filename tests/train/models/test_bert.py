@@ -60,11 +60,10 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "chunk"), [("pipedream_flush", 7), ("zb_h1", None)])
-def test_a_pipeline_trains_it(schedule, chunk):
+def test_a_pipeline_trains_it():
     one = batch()
-    stack = layers(CONFIG, chunk)
-    losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), [one] * 2)
+    stack = layers(CONFIG, chunk=7)
+    losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, "zb_h1", 2), [one] * 2)
     assert losses[-1] < losses[0]
 
     def mean(entries):

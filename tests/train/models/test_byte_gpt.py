@@ -24,7 +24,7 @@ SUMS = {  # of the absolute values of the first weights of the small model
     "block_1": {"qkv/kernel": 153.2159593, "project/kernel": 26.2373008, "expand/kernel": 199.7732608, "contract/kernel": 51.2129954},
     "head": {"logits/kernel": 64.8749772},
 }
-LOSSES = {0.0: [5.59315681, 5.56487226, 5.57054758], 0.25: [5.57650709, 5.56235456, 5.57402611]}  # by dropout
+LOSSES, WITH_DROPOUT = [5.59315681, 5.56487226, 5.57054758], [5.57650709, 5.56235456, 5.57402611]
 TOKENS = np.arange(3 * 2 * 9, dtype=np.int32).reshape(3, 2, 9) * 37 % 256
 
 
@@ -66,15 +66,14 @@ def test_it_learns_these_losses():
     for batch in BATCHES:
         value, params = step(params, batch)
         losses.append(float(value))
-    np.testing.assert_allclose(losses, LOSSES[0.0], rtol=1e-5)
+    np.testing.assert_allclose(losses, LOSSES, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", LOSSES)
-def test_a_pipeline_learns_these_losses(dropout):
-    stack = layers(ModelConfig(**SMALL, dropout=dropout))
+def test_a_pipeline_learns_these_losses_with_dropout():
+    stack = layers(ModelConfig(**SMALL, dropout=0.25))
     losses, _ = trained(stack, jpipe.Plan.even(stack.ids, 2, "pipedream_flush", 2), BATCHES)
-    np.testing.assert_allclose(losses, LOSSES[dropout], rtol=1e-5)
+    np.testing.assert_allclose(losses, WITH_DROPOUT, rtol=1e-5)
 
 
 def named(tree):

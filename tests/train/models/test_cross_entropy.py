@@ -141,13 +141,10 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         ("zb_h1", {"tied": True}, {}),
         ("pipedream_flush", BFLOAT16, {"recompute": "full", "precision": jpipe.Precision(params="bfloat16")}),
         ("pipedream_2bw", {"tied": True}, {"recompute": "dots_saveable"}),
-        ("pipedream", {}, {}),
-        ("zb_v", {"tied": True}, {"recompute": "full"}),
     ],
 )
 def test_a_pipeline_learns_the_same_with_chunks(schedule, keys, options):
-    stages = 4 if schedule == "zb_v" else 2
-    config = ModelConfig(**SMALL | {"depth": stages // 2} | keys)
+    config = ModelConfig(**SMALL | {"depth": 1} | keys)
     rng = np.random.default_rng(0)
     batches = [tuple(rng.integers(0, 256, (2, 8, 8)).astype(np.int32)) for _ in range(3)]
     batches[0][1][:, 2:5] = -1
@@ -158,7 +155,7 @@ def test_a_pipeline_learns_the_same_with_chunks(schedule, keys, options):
     with jax.numpy_dtype_promotion("standard" if is_rough else "strict"):
         for chunk in (5, None):
             stack = layers(config, chunk)
-            plan = jpipe.Plan.even(stack.ids, stages, schedule, 4, **options)
+            plan = jpipe.Plan.even(stack.ids, 2, schedule, 4, **options)
             found.append(trained(stack, plan, batches, **precision))
     (losses, params), (plain_losses, plain_params) = found
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-3 if is_rough else 1e-6)
