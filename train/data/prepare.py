@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from jpipe import InputError
-from jpipe.files import TEMPORARY, expanded, make_folder, to_disk, write_atomically
+from jpipe.files import TEMPORARY, expanded, make_folder, resolved, to_disk, write_atomically
 from train.config.section import AUTO
 from train.console import interrupt
 from train.console.progress import Reporter
@@ -187,7 +187,7 @@ def _written(
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end,
         tokenizer_sha256=tokenizer.sha256,
-        source=source[:10_000],
+        source=source[:10_000].encode(errors="replace").decode(),
         text_bytes=size,
         train=shards[0].facts,
         validation=shards[1].facts,
@@ -252,6 +252,8 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
             more = sources.find_files(path, "SOURCE")
             names += more[0]
             paths += more[1]
+        if len(set(names)) < len(names):  # of different folders
+            names = [str(path) for path in paths]
         source = ", ".join(files.paths) or sources.named(None)
         total = sum(path.stat().st_size for path in paths)
     with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
@@ -268,8 +270,9 @@ def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Ite
 
 
 def _new(out: str) -> Path:
-    """The path, if nothing is there."""
+    """The path, if nothing is there; links lead to the folder that it is to be in, but itself it is none."""
     path = expanded(out, "--out")
+    path = resolved(str(path.parent), "--out") / path.name
     try:
         there = os.path.lexists(path)
     except OSError as error:

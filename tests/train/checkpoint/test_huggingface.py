@@ -185,19 +185,14 @@ def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, ca
     tokenizer, tokens = tmp_path / "tokenizer.json", tmp_path / "tokens"
     assert cli.main(["data", "tokenizer", str(tmp_path / "text.txt"), "--vocab-size", "300", "--out", str(tokenizer)]) == 0
     assert cli.main(["data", "prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--out", str(tokens)]) == 0
-    (tmp_path / "config.yaml").write_text("model: {preset: gpt2-tiny, vocab_size: 300}\n")
+    (tmp_path / "config.yaml").write_text("model: {preset: gpt2-tiny, vocab_size: 300, depth: 1}\n")
     of_tokens = [f"data={{format: tokens, path: {tokens}}}"]
     of_text = [f"data={{format: text, tokenizer: {tokenizer}}}"]
-    for name, said in (("tokens", of_tokens), ("text", of_text), ("bytes", [])):
-        writing.main(str(tmp_path / "config.yaml"), str(tmp_path / f"out-{name}"), None, print, overrides=said)
-        there = sorted(path.name for path in (tmp_path / f"out-{name}").iterdir())
-        described = json.loads((tmp_path / f"out-{name}" / "config.json").read_text())
-        if name == "bytes":
-            assert (there, described["eos_token_id"]) == (["config.json", "model.safetensors"], None)
-        else:
-            assert there == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-            assert (tmp_path / f"out-{name}" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-            assert described["eos_token_id"] == 0
+    out = tmp_path / "out"
+    writing.main(str(tmp_path / "config.yaml"), str(out), None, print, overrides=of_tokens)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     capsys.readouterr()
     tokenizer.unlink()
     writing.main(str(tmp_path / "config.yaml"), str(tmp_path / "without"), None, print, overrides=of_text)

@@ -170,6 +170,23 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
     assert most < 10_000
 
 
+def test_sources_may_have_the_same_names_or_no_letters(tokenizer, tmp_path):
+    given = [str(tmp_path / name / "x.txt") for name in ("a", os.fsdecode(b"\xff"))]
+    for path in given:
+        Path(path).parent.mkdir()
+        Path(path).write_text("some words")
+    index = prepare.prepare(Files(given), tokenizer, str(tmp_path / "out"), quiet())
+    assert [sum(shard.documents for shard in part) for part in (index.train, index.validation)] == [1, 1]
+    assert index.source.endswith("/?/x.txt")
+
+
+def test_a_folder_is_written_where_a_link_to_its_parent_leads(documents, tokenizer, tmp_path):
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "link" / "out"), quiet())
+    assert (tmp_path / "real" / "out" / "tokens.json").is_file()
+
+
 def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, tmp_path):
     os.symlink(tmp_path / "elsewhere", tmp_path / "out")
     with pytest.raises(InputError, match="already exists"):
