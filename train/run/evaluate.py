@@ -22,8 +22,7 @@ from train.console import interrupt
 from train.console.progress import Reporter
 from train.console.terminal import count
 from train.data import data
-from train.data.rest import AllRows, like_a_batch
-from train.data.rows import BatchesOfRows
+from train.data.rows import AllRows, BatchesOfRows, like_a_batch
 from train.launch.together import facts, joined
 from train.report.metrics_log import RunStopped, mean_of, means_of
 from train.run.loop import reason

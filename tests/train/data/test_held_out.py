@@ -11,7 +11,7 @@ from jpipe import InputError
 from tests.train.conftest import SENTENCE, changed
 from tests.train.data.conftest import quiet, same
 from train.data import data, prepare
-from train.data.rest import AllRows, like_a_batch
+from train.data.rows import AllRows, like_a_batch
 
 
 def configured(tiny, keys, **model):
