@@ -59,11 +59,11 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
     np.testing.assert_array_equal(logits(tokens=padding), before)
 
 
-@pytest.mark.parametrize(("schedule", "chunk"), [("pipedream_flush", 7), pytest.param("zb_h1", None, marks=pytest.mark.slow)])
-def test_a_pipeline_trains_it(schedule, chunk):
+@pytest.mark.slow
+def test_a_pipeline_trains_it():
     one = batch()
-    stack = layers(CONFIG, chunk)
-    losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), [one] * 2)
+    stack = layers(CONFIG, chunk=7)
+    losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, "zb_h1", 2), [one] * 2)
     assert losses[-1] < losses[0]
 
     def mean(entries):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
+from tests.train.models.running import LLAMA, SMALL, outputs_of
 from train.config.model_config import ModelConfig, RopeScaling
 from train.config.presets import PRESETS
 from train.models import transformer
@@ -88,6 +88,7 @@ def test_equal_symbols_at_different_positions_differ():
     assert not np.allclose(logits[0, 0], logits[0, 1])
 
 
+@pytest.mark.slow
 def test_dropout_acts_where_it_is_asked_for():
     x = jax.random.normal(jax.random.key(0), (1, 8, 16))
     for rate in (0.0, 0.5):
@@ -128,20 +129,3 @@ def test_slow_waves_are_stretched_and_fast_ones_kept():
     smooth = (turns[between] - 1) / 3
     np.testing.assert_allclose(scaled[between], (1 - smooth) * plain[between] / 8 + smooth * plain[between], rtol=1e-12)
     assert between.sum() == 3
-
-
-# Grouped queries ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_of_queries_shares_keys_and_values():
-    """As a model whose heads of keys and values are repeated."""
-    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 256)
-    keys = {**SMALL, "heads": 4, **LLAMA}
-    grouped, plain = ModelConfig(**keys | {"kv_heads": 2}), ModelConfig(**keys | {"kv_heads": None})
-    params = params_of(layers(grouped), tokens)
-    repeated = dict(params)
-    for i in range(2):
-        q, k, v = jnp.split(params[f"block_{i}"]["qkv"]["kernel"], (16, 24), axis=1)
-        k, v = (jnp.repeat(part.reshape(16, 2, 4), 2, axis=1).reshape(16, 16) for part in (k, v))
-        repeated[f"block_{i}"] = {**params[f"block_{i}"], "qkv": {"kernel": jnp.concatenate([q, k, v], axis=1)}}
-    np.testing.assert_allclose(outputs_of(grouped, tokens, params), outputs_of(plain, tokens, repeated), atol=1e-6)

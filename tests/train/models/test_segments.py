@@ -27,8 +27,8 @@ def rows():
     return ({"tokens": tokens, "segments": segments}, labels), alone
 
 
-@pytest.mark.parametrize("keys", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
-@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("zb_h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "schedule"), [({}, "pipedream_flush"), (LLAMA, "zb_h1")], ids=["gpt", "llama"])
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     packed, alone = rows()
     found = []
