@@ -58,23 +58,21 @@ def losses(config: Config) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "prompts"])
+@pytest.mark.parametrize("kind", ["tokens", "prompts", pytest.param("masked", marks=pytest.mark.slow)])
 def test_a_format_trains_through_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))
-    assert abs(rows[0]["val_loss"] - math.log(300)) < 0.7
+    assert abs(rows[0]["val_loss"] - math.log(300) - math.log(2) * (kind == "masked")) < 0.7
     assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 0.7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["prompts", "masked"])
-def test_two_stages_learn_what_one_learns(kind, of_format, tmp_path):
-    """Also where microbatches have different numbers of labels that count."""
+def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
+    """Their microbatches have different numbers of labels that count."""
     run = {"steps": 3, "eval_every": 2, "trace_batches": 0}
-    two = losses(of_format(kind, train=run, plan={"schedule": "gpipe"}))
+    two = losses(of_format("prompts", train=run, plan={"schedule": "gpipe"}))
     (tmp_path / "run").rename(tmp_path / "two")
-    shutil.rmtree(tmp_path / "tokens", ignore_errors=True)
-    one = losses(of_format(kind, train=run, plan={"schedule": "naive", "num_stages": 1, "microbatches": 1}))
+    one = losses(of_format("prompts", train=run, plan={"schedule": "naive", "num_stages": 1, "microbatches": 1}))
     for row, same in zip(two, one, strict=True):
         for key in row.keys() & {"loss", "val_loss"}:
             np.testing.assert_allclose(row[key], same[key], rtol=2e-5)
