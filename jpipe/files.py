@@ -8,7 +8,9 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,6 +82,37 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        raise
+    to_disk(path.parent)
+
+
+def create(path: Path) -> BinaryIO:
+    """Create a file, open for writing.
+
+    Raises:
+        OSError: it cannot be created, or there is something of that name, such as a symbolic link.
+    """
+    return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into under another name; it gets its own name, with all that is in it on disk, if nothing fails inside.
+
+    Otherwise it is removed.
+
+    Raises:
+        OSError: it cannot be made, or cannot get its name.
+    """
+    unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        for inner in (*unfinished.iterdir(), unfinished):
+            to_disk(inner)
+        os.rename(unfinished, path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     to_disk(path.parent)
 

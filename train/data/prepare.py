@@ -1,12 +1,9 @@
 """`jpipe data prepare`, which writes text as a folder of token files, and `jpipe data tokenizer`, which makes a tokenizer from text."""
 
 import contextlib
-import functools
 import hashlib
 import os
-import secrets
 import shlex
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from jpipe import InputError
-from jpipe.files import TEMPORARY, expanded, make_folder, resolved, to_disk, write_atomically
+from jpipe.files import create, expanded, make_folder, new_folder, resolved, write_atomically
 from train.config.section import AUTO
 from train.console import interrupt
 from train.console.progress import Reporter
@@ -211,7 +208,7 @@ class _Shards:
 
     def add(self, tokens: np.ndarray) -> None:
         if self._file is None:
-            self._file = open(self._folder / f"{self._name}.bin", "xb")  # noqa: SIM115
+            self._file = create(self._folder / f"{self._name}.bin")
             self._hash, self._size, self._ends, self._answers = hashlib.sha256(), 0, array("Q"), array("Q")
         content = tokens.astype(self._dtype).tobytes()
         self._file.write(content)
@@ -233,9 +230,7 @@ class _Shards:
         for ending, numbers in ((".ends", self._ends), (".answers", self._answers)):
             if numbers:
                 content = np.frombuffer(numbers, np.uint64).astype(token_files.POSITIONS)
-                (self._folder / f"{self._name}{ending}").write_bytes(content.tobytes())
-                to_disk(self._folder / f"{self._name}{ending}")
-        to_disk(self._folder / f"{self._name}.bin")
+                write_atomically(self._folder / f"{self._name}{ending}", content.tobytes())
         facts = ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), sha256=self._hash.hexdigest())
         self.facts.append(facts)
 
@@ -292,22 +287,13 @@ def _told_if_interrupted(out: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(target: Path, out: str) -> Iterator[Path]:
-    """A folder beside the target to write into, which becomes the target at the end; nothing is left of it otherwise."""
-    place = target.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
-    remove = functools.partial(shutil.rmtree, place, ignore_errors=True)
+    """A folder to write into, which becomes the target at the end; nothing is left of it otherwise."""
     try:
         make_folder(target.parent)
-        place.mkdir()
-        yield place
-        to_disk(place)
-        os.rename(place, target)
-        to_disk(target.parent)
+        with new_folder(target) as place:
+            yield place
     except OSError as error:
-        remove()
         raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another place") from None
-    except BaseException:
-        remove()
-        raise
 
 
 def _many(number: int, one: str) -> str:

@@ -1,12 +1,12 @@
 """Tensors written into safetensors files one after the other, so that never all of them are in memory."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jpipe.files import create, write_atomically
 from train.checkpoint.huggingface.folder import INDEX, WHOLE
 from train.checkpoint.source import FLOATS, Spec
 
@@ -37,7 +37,7 @@ def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tupl
     if len(parts) > 1:
         places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return sum(sizes.values())
 
 
@@ -63,14 +63,12 @@ def _write(path: Path, specs: Mapping[str, Spec], sizes: Mapping[str, int], arra
         end += sizes[name]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    with open(path, "xb") as file:
+    with create(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for wanted, spec in specs.items():
             name, array = next(arrays)
             assert (name, array.shape, array.dtype) == (wanted, spec.shape, _numpy(spec)), f"{name} in place of {wanted}"
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _numpy(spec: Spec) -> np.dtype:

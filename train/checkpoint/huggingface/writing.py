@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ import numpy as np
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import TEMPORARY, expanded, read_bytes, resolved, shown, to_disk
+from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, write_atomically
 from train.assemble import model
 from train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from train.checkpoint.huggingface.names import Layout, layout
@@ -204,14 +202,14 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
     except OSError as error:
         say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
         return ""
-    (to / token_files.TOKENIZER).write_bytes(content)
+    write_atomically(to / token_files.TOKENIZER, content)
     # Without this transformers builds the tokenizer that is usual for the architecture.
     _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return " and the tokenizer"
 
 
 def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _new_folder(out: str) -> Path:
@@ -225,19 +223,9 @@ def _new_folder(out: str) -> Path:
 
 @contextlib.contextmanager
 def _appearing(place: Path, out: str) -> Iterator[Path]:
-    """A folder under another name, which gets its own if nothing fails inside, and else is removed."""
-    unfinished = place.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
+    """A folder to write into, which appears in its place if nothing fails inside."""
     try:
-        unfinished.mkdir()
-        try:
+        with new_folder(place) as unfinished:
             yield unfinished
-            for path in unfinished.iterdir():
-                to_disk(path)
-            to_disk(unfinished)
-            os.rename(unfinished, place)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        to_disk(place.parent)
     except OSError as error:
         raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another folder") from None
