@@ -361,7 +361,7 @@ def test_asynchronous_schedules_have_no_bubble_but_start_and_end():
     assert prediction.seconds == pytest.approx(3 * 200 + 3 * 3)
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 8])
+@pytest.mark.parametrize("depth", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_latency_is_exposed_and_extra_in_flight_hides_it(depth):
     """A microbatch comes back to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 of them share that time."""
 

@@ -61,7 +61,7 @@ def test_the_hand_over_is_the_beginning_of_a_run(fields, batches, norm):
     assert list(alone.instructions) == [shifted(i, plan, first) for i in without.instructions]
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("clip", [None, 3.0])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)])
 @pytest.mark.parametrize("variant", FREE)
@@ -83,6 +83,7 @@ def flushing(plan: Plan) -> Plan:
     return Plan(schedule="pipedream_flush", microbatches=plan.microbatches, stages=plan.stages)
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])
 def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, norm):

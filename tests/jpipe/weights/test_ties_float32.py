@@ -60,6 +60,7 @@ def trained(num_stages, schedule, optimizer, batches, **options):
     return pipe, pipe.drain(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "options"),
     [

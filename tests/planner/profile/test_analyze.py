@@ -76,7 +76,7 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
                 assert getattr(found, part) == getattr(exact, part), (stages, part)
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), ({"compute": "bfloat16"}, 1)])
 def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     layers, batch, loss = MODELS["dense"]

@@ -39,6 +39,7 @@ def machines(bandwidth: float, memory: float | None = None) -> Topology:
     return Topology(levels=({"count": 4, "bandwidth": bandwidth},), device={"memory": memory})
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
     profile, topology = gpt(4), machines(50_000.0)
     candidates = find_candidates(profile, topology, 8)
@@ -53,6 +54,7 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
     assert speeds == pytest.approx(sorted(speeds, reverse=True), rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_of_each_kind_is_ranked():
     profile, topology = gpt(), machines(50_000.0)
     choice = choose(profile, topology, find_candidates(profile, topology, 8))
@@ -63,6 +65,7 @@ def test_one_of_each_kind_is_ranked():
     assert all(replicas != (4,) or schedule == "pipedream_flush" for schedule, replicas, _ in kinds)
 
 
+@pytest.mark.slow
 def test_memory_that_the_simulation_counts_decides():
     profile = gpt()
     free = choose(profile, machines(50_000.0), find_candidates(profile, machines(50_000.0), 8))

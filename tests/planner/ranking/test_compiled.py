@@ -60,6 +60,7 @@ def test_a_plan_fits_up_to_its_last_byte():
     assert tight.lacking == 1
 
 
+@pytest.mark.slow
 def test_an_estimate_that_is_too_high_is_above_nothing():
     exact = compiled_choice("gpipe")[0]
     doubled = dataclasses.replace(exact, estimated=tuple(2 * size for size in exact.ranked.memory))

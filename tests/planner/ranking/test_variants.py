@@ -49,6 +49,7 @@ def ranking(profile, topology, batch, schedules=None):
     return choose(profile, topology, [*candidates, *found], tried=tried)
 
 
+@pytest.mark.slow
 def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_of_those_that_flush():
     """With a large bubble, and all microbatches of one size."""
     choice = ranking(gpt(7, head=0.9, sizes=(1,), weights=10), FAST, 4)
@@ -57,6 +58,7 @@ def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_o
     assert any(one.candidate.schedule == "pipedream_flush" for one in flushing[1:])
 
 
+@pytest.mark.slow
 def test_chunks_gain_nothing_without_a_flush():
     """Transfers are more frequent, and there is no bubble to fill: among plans of 2BW for equal layers the straight one wins."""
     profile = gpt(8, sizes=(1,))
@@ -128,6 +130,7 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
     assert choice.plan(first).split_backward == "early"
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_early_gradients_do_not_win_where_nothing_is_to_hide(schedule):
     """Without weights to compute the gradient is no earlier; then whole backwards are as fast, with fewer programs."""
@@ -162,6 +165,7 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
     assert [forwards(candidate.plan(gpt(6).ids)) for candidate in least.simulated] == [most[0]], "not the first one, but one that may be"
 
 
+@pytest.mark.slow
 def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
     found = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
     assert {candidate.order_limit // candidate.depth for candidate in found} == {1, 2}

@@ -44,12 +44,14 @@ def test_what_stages_of_their_own_replicas_send_is_what_the_simulator_counts(rep
     assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_equal_pipelines_send_is_what_the_simulator_counts():
     profile, topology = blocks(), machines(4)
     for candidate in sweep(profile, topology, 8, exact=True):
         assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
     equal = [candidate for candidate in sweep(profile, topology, 16, exact=True) if not candidate.extra_in_flight]

@@ -258,6 +258,7 @@ def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the README's are run in `make check`
 def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
     """First those that make one; on a short text, for two steps."""
     page = (ROOT / "docs" / "huggingface.md").read_text()

@@ -47,7 +47,7 @@ def raise_at(monkeypatch, number, step):
     monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGHUP, 0, "SIGHUP"), (signal.SIGINT, 130, "Ctrl-C")])
 def test_a_dropped_connection_and_ctrl_c_save(saving, tmp_path, monkeypatch, capsys, interruptible, number, code, name):
     raise_at(monkeypatch, number, 1)

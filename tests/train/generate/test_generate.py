@@ -89,6 +89,7 @@ def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
     assert run(str(RUN), "--prompt", "the")[1] == out
 
 
+@pytest.mark.slow
 def test_several_texts_come_one_after_the_other_under_their_prompts(run):
     alone = [run(str(RUN), "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
     code, out, err = run(str(RUN), "--prompt", "a", "--prompt", "fox", "--tokens", "3")

@@ -25,7 +25,8 @@ def schedule(two_by_two):
     return two_by_two.name
 
 
-@pytest.mark.parametrize("batch", [12, 400])  # in 400 rows are more microbatches than are walked through
+# In 400 rows are more microbatches than are walked through.
+@pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_it_is_priced_like_its_simulation(schedule, batch):
     profile = gpt(6, head=0.5)
     candidates = sweep(profile, TOPOLOGY, batch, schedules=[schedule])

@@ -94,7 +94,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
     assert windows(monkeypatch, tiny, steps=30, every=10, batches=0) == []
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.newest
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
