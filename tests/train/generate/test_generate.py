@@ -196,6 +196,16 @@ def test_a_model_that_has_diverged_is_told(run, folder):
     assert "expected numbers as logits, found NaN after 1 token; the training of this model has diverged" in err
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.self_attn.v_proj"])
+def test_numbers_that_are_no_floats_are_refused(run, folder, name):
+    arrays = load_file(folder / "model.safetensors")
+    arrays[f"model.{name}.weight"] = arrays[f"model.{name}.weight"].view(np.int32)
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    code, out, err = run(str(folder), "--prompt", "w5")
+    assert (code, out) == (2, "")
+    assert re.search(r"^jpipe: generate: '.*llama': expected '.*' as in the model, float32\[.*\], found I32\[.*\]; download it again", err)
+
+
 @pytest.mark.slow
 def test_a_tied_run_with_an_average_of_its_weights(run, tiny, monkeypatch, capsys):
     from train.run import loop
