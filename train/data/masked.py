@@ -52,7 +52,8 @@ class Masked:
             raise InputError(f"model.seq_len: expected at least {4 + SPECIAL} for data.objective: masked, found {seq_len}; raise it")
         self._count = max(1, round(fraction * self._content))
         self._special = np.asarray(tokenizer.special_ids(), np.int32)
-        self._symbols = np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=np.int32), self._special)
+        ordinary = np.setdiff1d(tokenizer.ids, self._special)
+        self._symbols = (ordinary if ordinary.size else tokenizer.ids).astype(np.int32)
 
     def __len__(self) -> int:
         return self._documents.size // self._content

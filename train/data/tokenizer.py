@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int64, UInt32
 
 from jpipe import InputError
 from jpipe.errors import nearest
@@ -42,9 +42,14 @@ class Tokenizer:
     end: int | None
 
     @cached_property
+    def ids(self) -> Int64[np.ndarray, " n"]:
+        """The ids of all tokens, rising; there may be holes between them."""
+        return np.unique(np.fromiter(self.rules.get_vocab(with_added_tokens=True).values(), np.int64))
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id, so rows of an embedding that has all of them."""
-        return 1 + max(self.rules.get_vocab(with_added_tokens=True).values())
+        return 1 + int(self.ids[-1])
 
     @property
     def sha256(self) -> str:
@@ -132,10 +137,15 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:
         raise InputError(f"{where}: expected 1 to {LARGEST_VOCABULARY:,} tokens, found {size:,}; is this a tokenizer?")
+    found = Tokenizer(rules, content, where, (), None)
+    if found.vocab_size > LARGEST_VOCABULARY:
+        raise InputError(
+            f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {found.vocab_size - 1:,}; give a tokenizer with smaller ids"
+        )
     before, after = _around(plain, whole)
     if before == (rules.token_to_id("[CLS]"),):
         before = ()  # it begins a row of masked tokens, not each document in it
-    return _with_end(Tokenizer(rules, content, where, before, None), after, end_of_text)
+    return _with_end(replace(found, begin=before), after, end_of_text)
 
 
 def file_of(config: Any) -> Path | None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+_COLDEST = 1e-30  # a temperature; what is less may be 0 in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -58,7 +60,7 @@ def choose(
 
 def with_temperature(logits: Float[Array, "b v"], temperature: float) -> Float[Array, "b v"]:
     """Flatter above 1, steeper below. The largest becomes 0, so that none overflows."""
-    return (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    return (logits - logits.max(axis=-1, keepdims=True)) / max(temperature, _COLDEST)
 
 
 def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
@@ -74,7 +76,8 @@ def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    return _only(logits, order, jnp.cumsum(likely, axis=-1) - likely < p)
+    kept = jnp.cumsum(likely, axis=-1) - likely < p
+    return _only(logits, order, kept.at[:, 0].set(True))  # the likeliest also where `p` is 0 in float32
 
 
 def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], kept: Array) -> Float[Array, "b v"]:

@@ -161,6 +161,15 @@ def test_rows_of_masked_text_hide_as_many_tokens_even_where_nearly_all_are_speci
     assert {int((rows.row(i, i)[1]["tokens"] >= 0).sum()) for i in range(20)} == {10}
 
 
+def test_random_tokens_of_masked_rows_are_tokens_that_there_are(tmp_path):
+    rules = library.Tokenizer(library.models.WordLevel({"[CLS]": 0, "[SEP]": 1, "[MASK]": 2, "a": 3, "b": 900}, unk_token="a"))
+    rules.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    rules.save(str(tmp_path / "holes.json"))
+    holes = tokenizers.load(tmp_path / "holes.json", "data.tokenizer")
+    rows = masked.Masked(Documents.of(np.full(2000, 3, np.uint16), holes.vocab_size, np.arange(1, 2001)), holes, 103, 0.5, seed=0)
+    assert {int(token) for i in range(20) for token in rows.row(i % 10, i)[0]["tokens"]} == {0, 1, 2, 3, 900}
+
+
 def spoiled(folder: Path, **changes) -> None:
     index = json.loads((folder / "tokens.json").read_text())
     (folder / "tokens.json").write_text(json.dumps(index | changes))

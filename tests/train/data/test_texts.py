@@ -48,6 +48,17 @@ def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer,
     assert found.rules.decode(tokens.tolist()) == "the quick brown fox"
 
 
+def words_of(vocabulary: dict[str, int]) -> bytes:
+    """A tokenizer.json of these words."""
+    return library.Tokenizer(library.models.WordLevel(vocabulary, unk_token=next(iter(vocabulary)))).to_str().encode()
+
+
+def test_a_tokenizer_says_which_ids_it_has(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(words_of({"b": 7, "a": 2}))
+    found = load(tmp_path / "tokenizer.json")
+    assert (found.ids.tolist(), found.vocab_size) == ([2, 7], 8)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -56,9 +67,10 @@ def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer,
         (b"\xff\xfe", "found one that fails: Cannot instantiate Tokenizer"),
         (b"[" * 10**6, "found one that fails: Cannot instantiate Tokenizer"),
         (b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}', "expected 1 to 16,777,216 tokens"),
+        (words_of({"a": 0, "b": 2**31}), "expected ids below 16,777,216, found 2,147,483,648; give a tokenizer with smaller"),
         (None, "cannot read .*: it is larger than 128 MiB"),
     ],
-    ids=["empty", "no keys", "bytes", "deep", "no tokens", "large"],
+    ids=["empty", "no keys", "bytes", "deep", "no tokens", "large id", "large"],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"

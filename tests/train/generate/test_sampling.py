@@ -33,6 +33,11 @@ def test_temperature_divides_the_logits(temperature):
     np.testing.assert_allclose(found, probabilities(LOGITS / temperature), rtol=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(1e-45), Sampling(1e-320), Sampling(1.0, top_p=1e-50), Sampling(1e-45, 3, 1e-320)])
+def test_the_smallest_temperature_and_top_p_leave_the_likeliest(sampling):
+    np.testing.assert_array_equal(drawn(sampling, LOGITS[[0, 3, 4]]), LOGITS[[0, 3, 4]].argmax(-1))
+
+
 @pytest.mark.parametrize("k", [1, 4, 11, 50])
 def test_top_k_leaves_the_k_largest_the_first_of_equal_ones(k):
     expected = np.full_like(LOGITS, -np.inf)
