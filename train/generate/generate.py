@@ -173,9 +173,11 @@ def _tokens_of(text: str, number: int, words: Words, found: origin.Origin) -> li
     """The tokens of a prompt.
 
     Raises:
-        InputError: there are none, or too many, or one that the model has not.
+        InputError: there are none, or too many, or one that the model has not; the text is not UTF-8, and the tokenizer is none of bytes.
     """
     where, longest = f"prompt {number}", found.config.max_positions_used
+    if not words.takes_bytes:
+        _check_text(text, where)
     tokens = words.prompt(text)
     if not tokens:
         raise InputError(
@@ -192,3 +194,11 @@ def _tokens_of(text: str, number: int, words: Words, found: origin.Origin) -> li
             f"{short(words.decode([largest]))}; is it the tokenizer of this model?"
         )
     return tokens
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # `surrogateescape` has made surrogates of bytes
+        byte, at = ord(text[error.start]) & 0xFF, len(text[: error.start].encode())
+        raise InputError(f"{where}: expected text in UTF-8, found the byte 0x{byte:02x} at {at}; convert it to UTF-8") from None

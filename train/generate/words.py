@@ -20,6 +20,7 @@ class Words:
         before: what stands before each text.
         alone: what a text begins with that is empty; nothing: there is no such thing.
         ends: tokens behind which there is nothing more.
+        takes_bytes: whether a text may have bytes that are no UTF-8, as `surrogateescape` has them.
     """
 
     encode: Callable[[str], list[int]]
@@ -28,6 +29,7 @@ class Words:
     before: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
     ends: Collection[int] = ()
+    takes_bytes: bool = False
 
     def prompt(self, text: str) -> list[int]:
         """The tokens to begin with."""
@@ -36,7 +38,11 @@ class Words:
 
 def of_bytes() -> Words:
     """A token for each byte."""
-    return Words(lambda text: list(text.encode("utf-8", "surrogateescape")), lambda tokens: bytes(tokens).decode("utf-8", "replace"), 256)
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    return Words(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), 256, takes_bytes=True)
 
 
 def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Words:

@@ -90,6 +90,14 @@ def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_prompt_that_is_no_utf_8_is_refused_with_a_tokenizer_and_taken_as_bytes_without(run, folder):
+    prompt = "w3 \N{COPYRIGHT SIGN}\udcff w5"
+    code, out, err = run(str(folder), "--prompt", prompt)
+    assert (code, out) == (2, "")
+    assert "prompt 1: expected text in UTF-8, found the byte 0xff at 5; convert it to UTF-8" in err
+    assert run(str(RUN), "--prompt", "\udcff", "--tokens", "1")[0] == 0
+
+
 def test_several_texts_come_one_after_the_other_under_their_prompts(run):
     alone = [run(str(RUN), "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
     code, out, err = run(str(RUN), "--prompt", "a", "--prompt", "fox", "--tokens", "3")
