@@ -96,6 +96,6 @@ def _of_labels(config: Config, outputs: Any) -> dict[str, Limit]:
     """Where the built-in loss reads something else than its own labels: those below zero are not counted."""
     if config.loss.target is not None or (config.model.target is None and config.data.target is None):
         return {}
-    count = cross_entropy.symbols(outputs)
+    count = cross_entropy.vocab_size(outputs)
     symbols = _NEVER_COUNTED, count - 1, f"the model has {count} outputs for each"
     return {"": symbols, "tokens": symbols, "next": (0, 1, "the second sentence follows, or not")}

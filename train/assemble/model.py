@@ -70,7 +70,7 @@ class _OfLogits:
     metric: Any
 
     def __call__(self, outputs: Any, labels: Any) -> Any:
-        return self.metric(cross_entropy.whole(outputs), labels)
+        return self.metric(cross_entropy.all_logits(outputs), labels)
 
 
 def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:

@@ -247,6 +247,10 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
             more = sources.find_files(path, "SOURCE")
             names += more[0]
             paths += more[1]
+        if len(files.paths) > 1:  # one alone is read as a run reads it
+            names, paths, twice = _once(names, paths)
+            if twice:
+                reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
         if len(set(names)) < len(names):  # of different folders
             names = [str(path) for path in paths]
         source = ", ".join(files.paths) or sources.named(None)
@@ -254,6 +258,18 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
     with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
         shown = _shown(texts.pieces(names, paths, files.form, fraction, files.keys, "SOURCE"), advance)
         yield ((piece.text for piece in shown) if words == "reading" else shown), source
+
+
+def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
+    """The files, each under the first of its names, and how many have others."""
+    first: dict[tuple[int, int], tuple[str, Path]] = {}
+    twice = set()
+    for name, path in zip(names, paths, strict=True):
+        facts = path.stat()
+        file = facts.st_dev, facts.st_ino
+        if first.setdefault(file, (name, path))[1] is not path:
+            twice.add(file)
+    return [name for name, _ in first.values()], [path for _, path in first.values()], len(twice)
 
 
 def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Iterator[texts.Piece]:

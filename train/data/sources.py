@@ -88,7 +88,8 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
     elif glob.has_magic(path):
         names, files = _match(str(root))
     else:
-        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob, or null for the standard library's source")
+        none = "null" if where.startswith("data.") else "nothing"  # a key of a config, or the command line
+        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob, or {none} for the standard library's source")
     if not files:
         raise InputError(f"{where}: found no regular file at '{path}', so 0 bytes; give a file, a folder or a glob that holds text")
     return names, files

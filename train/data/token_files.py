@@ -7,6 +7,7 @@ behind its last token as uint64; and `train-00000.answers` for prompts, the posi
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ import pydantic
 from pydantic import Field
 
 from jpipe import InputError
-from jpipe.errors import explain
+from jpipe.errors import explain, short
 from jpipe.files import expanded, read_bytes, read_text
 from train.data import sources
 from train.data.documents import Documents, Shard
@@ -31,6 +32,12 @@ _OPEN = 256  # maps at a time, each of which needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
+def _is_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise ValueError(f"expected 1 to 100 letters, digits, '_', '.' and '-', neither '.' nor '-' first, found {short(name)}; rename it")
+    return name
+
+
 class _Part(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -39,7 +46,7 @@ class ShardFacts(_Part):
     """One shard: `name` of its files without their endings, its `tokens` and its `documents` (null: nobody knows where they end), and the
     sha256 of its tokens."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+    name: Annotated[str, pydantic.AfterValidator(_is_name)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     documents: Annotated[int, Field(ge=1, le=2**62)] | None = None
     sha256: str | None = None

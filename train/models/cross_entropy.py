@@ -38,7 +38,7 @@ class Unprojected:
     dtype: str = field(metadata={"static": True})
 
     @property
-    def symbols(self) -> int:
+    def vocab_size(self) -> int:
         """Logits per position."""
         return int(self.kernel.shape[0 if self.by_symbol else 1])
 
@@ -75,15 +75,15 @@ def correct(outputs: Outputs, labels: Labels) -> tuple[Int[Array, ""], Int[Array
     return hits.sum(), (labels >= 0).sum()
 
 
-def whole(outputs: Outputs) -> Outputs:
+def all_logits(outputs: Outputs) -> Outputs:
     """The outputs with logits in place of each `Unprojected`."""
     return jax.tree.map(lambda leaf: leaf.logits() if isinstance(leaf, Unprojected) else leaf, outputs, is_leaf=_is_unprojected)
 
 
-def symbols(outputs: Outputs) -> int:
-    """How many symbols the labels of tokens may name."""
+def vocab_size(outputs: Outputs) -> int:
+    """How many tokens the labels may name."""
     outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
-    return outputs.symbols if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
+    return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
 
 
 def wider(dtype: DTypeLike) -> Any:

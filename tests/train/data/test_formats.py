@@ -217,7 +217,10 @@ def other_tokenizer(folder: Path) -> None:
             r"tokens\.json: format: expected 'jpipe-tokens/1', found 'jpipe-tokens/2'",
         ),
         (lambda folder: spoiled(folder, shards=3), r"tokens\.json: unknown key 'shards'"),
-        (lambda folder: spoiled(folder, train=[{"name": "../x", "tokens": 3}]), r"tokens\.json: train\.0\.name: expected .*found '\.\./x'"),
+        (
+            lambda folder: spoiled(folder, train=[{"name": "../x", "tokens": 3}]),
+            r"tokens\.json: train\.0\.name: expected 1 to 100 letters.*found '\.\./x'; re",
+        ),
         (lambda folder: spoiled(folder, validation=[]), r"data\.path: '.*' holds nothing for validation; name a folder that does"),
         (
             lambda folder: spoiled(folder, vocab_size=900),

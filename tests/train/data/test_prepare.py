@@ -106,7 +106,7 @@ def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, 
     ("words", "message"),
     [
         (["--out", "{documents}"], r"--out: '.*documents' already exists; choose another name, or remove it first"),
-        (["missing.txt"], r"SOURCE: 'missing\.txt' does not exist; give a file, a folder or a glob"),
+        (["missing.txt"], r"SOURCE: 'missing\.txt' does not exist; give a file, a folder or a glob, or nothing for the standard"),
         (["--validation-fraction", "1"], r"--validation-fraction: expected a number from 0 to less than 1, found 1\.0"),
         (["--shard-tokens", "0"], r"--shard-tokens: expected at least 1, found 0"),
         (["--tokenizer", "{documents}/00.txt"], r"--tokenizer: '.*00\.txt': expected a tokenizer\.json of the tokenizers library"),
@@ -178,6 +178,15 @@ def test_sources_may_have_the_same_names_or_no_letters(tokenizer, tmp_path):
     index = prepare.prepare(Files(given), tokenizer, str(tmp_path / "out"), quiet())
     assert [sum(shard.documents for shard in part) for part in (index.train, index.validation)] == [1, 1]
     assert index.source.endswith("/?/x.txt")
+
+
+def test_a_file_in_several_sources_is_read_once(documents, tokenizer, tmp_path, capsys):
+    os.symlink(documents / "00.txt", tmp_path / "link.txt")
+    given = [str(documents), str(documents / "0*.txt"), str(documents / "00.txt"), str(tmp_path / "link.txt")]
+    assert cli.main(["data", "prepare", *given, "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "SOURCE: 10 files found more than once; each is read once\n" in printed
+    assert "out: 58 documents" in printed
 
 
 def test_a_folder_is_written_where_a_link_to_its_parent_leads(documents, tokenizer, tmp_path):

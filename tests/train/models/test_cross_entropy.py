@@ -13,7 +13,7 @@ import jpipe
 from jpipe.stages import StandaloneStage
 from tests.train.models.running import SMALL, trained
 from train.config.model_config import ModelConfig
-from train.models.cross_entropy import Unprojected, correct, loss, symbols, whole
+from train.models.cross_entropy import Unprojected, all_logits, correct, loss, vocab_size
 from train.models.layers import layers
 
 ROWS, POSITIONS, WIDTH, SYMBOLS = 2, 5, 4, 11
@@ -81,8 +81,8 @@ def test_accuracy_is_that_of_all_logits():
     assert found == tuple(map(int, correct(outputs.logits(), labels)))
     assert found[0] >= 5
     assert found[1] == 8
-    assert symbols(outputs) == symbols(outputs.logits()) == SYMBOLS
-    np.testing.assert_array_equal(whole({"tokens": outputs})["tokens"], outputs.logits())
+    assert vocab_size(outputs) == vocab_size(outputs.logits()) == SYMBOLS
+    np.testing.assert_array_equal(all_logits({"tokens": outputs})["tokens"], outputs.logits())
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------
