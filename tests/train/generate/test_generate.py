@@ -78,6 +78,21 @@ def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
     assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
 
 
+def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
+    """Nor those in holes between its ids, which the model likes best."""
+    arrays = load_file(folder / "model.safetensors")
+    arrays["lm_head.weight"][1::2] *= 100
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    for options in ((), ("--top-p", "0.9"), ("--top-k", "40")):
+        _, out, _ = run(str(folder), "--prompt", "w4", "--tokens", "12", "--json", *options)
+        said = json.loads(out)
+        assert said["tokens"] == 12
+        assert len(said["text"].split()) == 12
+
+
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
     code, out, err = run(str(RUN))
