@@ -189,7 +189,7 @@ def _written(
         train=shards[0].facts,
         validation=shards[1].facts,
     )
-    write_atomically(place / token_files.TOKENIZER, tokenizer.content)
+    write_atomically(place / tokenizers.FILE, tokenizer.content)
     write_atomically(place / token_files.INDEX, index.model_dump_json(indent=1) + "\n")
     return index, made
 

@@ -66,7 +66,7 @@ def read(config: Config) -> Split:
 def _check_beside_weights(config: Config) -> None:
     """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
     own, file = tokenizers.file_of(config), config.warm_start.file
-    beside = None if file is None else Path(file).expanduser() / token_files.TOKENIZER
+    beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
     if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
         return
     key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
@@ -153,9 +153,9 @@ def _check_alike(index: token_files.Index, other: token_files.Index, path: str, 
 
 def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
     """The one that made the tokens in a folder, which is beside them."""
-    tokenizer = tokenizers.load(folder / token_files.TOKENIZER, "data.path", None)
+    tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
-        raise InputError(f"data.path: '{folder / token_files.TOKENIZER}' is not the tokenizer that made the tokens; copy it again")
+        raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
     return tokenizer
 
 

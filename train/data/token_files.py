@@ -21,9 +21,9 @@ from jpipe.errors import explain, short
 from jpipe.files import expanded, read_bytes, read_text
 from train.data import sources
 from train.data.documents import Documents, Shard
-from train.data.tokenizer import LARGEST_VOCABULARY, MOST_BYTES
+from train.data.tokenizer import FILE, LARGEST_VOCABULARY, MOST_BYTES
 
-INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
+INDEX = "tokens.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
@@ -103,7 +103,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
         for (ending, dtype), count in zip(index.parts, (shard.tokens, shard.documents, shard.documents), strict=False):
             if count is not None:
                 _check_size(folder / f"{shard.name}{ending}", count, dtype, where)
-    _check_tokenizer(folder / TOKENIZER, index, where)
+    _check_tokenizer(folder / FILE, index, where)
     return folder, index
 
 

@@ -17,6 +17,7 @@ from jpipe.files import expanded, read_bytes
 from train.config.section import AUTO
 from train.console.terminal import first_line
 
+FILE = "tokenizer.json"
 MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies take a quarter of that
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
@@ -152,7 +153,7 @@ def file_of(config: Any) -> Path | None:
     """The tokenizer.json that a run with this `train.config.config.Config` reads or has the tokens of; None: it works on bytes, or on data
     of the user's own."""
     if config.data.target is None and config.data.format == "tokens":
-        return Path(config.data.path).expanduser() / "tokenizer.json"
+        return Path(config.data.path).expanduser() / FILE
     return None if config.data.tokenizer is None else Path(config.data.tokenizer).expanduser()
 
 

@@ -28,7 +28,6 @@ from train.generate.decoder import Tree, layers_of
 from train.generate.words import Words
 
 _SETTINGS = ("config.json", "generation_config.json")  # of Hugging Face's layout; both may say which tokens end a text
-_TOKENIZER = "tokenizer.json"
 _PARTIAL = re.compile("; (is it of another model\\? W|w)ith warm_start.mode=partial what fits .*is taken")
 
 
@@ -164,9 +163,9 @@ def _of_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | No
         begins, ends = _special(folder, config.vocab_size)
         if tokens_of is not None:
             return _given_words(tokens_of, begins, ends)
-        if not (folder / _TOKENIZER).exists():
-            raise InputError(f"generate: expected a {_TOKENIZER} in '{source}', found none; give --tokenizer FILE")
-        return words.of_tokenizer(_loaded(folder / _TOKENIZER, "generate"), begins, ends)
+        if not (folder / tokenizer.FILE).exists():
+            raise InputError(f"generate: expected a {tokenizer.FILE} in '{source}', found none; give --tokenizer FILE")
+        return words.of_tokenizer(_loaded(folder / tokenizer.FILE, "generate"), begins, ends)
 
     kept = there.specs["embed/token/embedding"].dtype
     computes = dtype or (kept if kept in ("bfloat16", "float16") else "float32")

@@ -202,7 +202,7 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
     except OSError as error:
         say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
         return ""
-    write_atomically(to / token_files.TOKENIZER, content)
+    write_atomically(to / tokenizer.FILE, content)
     # Without this transformers builds the tokenizer that is usual for the architecture.
     _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return " and the tokenizer"
