@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jpipe import InputError
 from jpipe.errors import short
@@ -94,10 +95,10 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     say(f"{found.told}; {found.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
     decoder = Decoder(found.config, origin.parameters(found, devices, interrupt.check), devices)
     interrupt.check()
-    symbols = min(words.symbols, found.config.vocab_size)
+    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, found.config.vocab_size)), words.symbols)
     with interrupt.held():  # nothing is cut off in the middle: it is looked for Ctrl-C after each token
         texts.head()
-        for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, symbols):
+        for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, known):
             texts.add(tokens)
             if interrupt.pressed() or texts.are_done:
                 break
@@ -106,7 +107,13 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
 
 def sequences(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], positions: int, most: int, sampling: Sampling, seed: int, symbols: int
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    positions: int,
+    most: int,
+    sampling: Sampling,
+    seed: int,
+    known: Bool[np.ndarray, " n"],
 ) -> Iterator[Int[np.ndarray, " b"]]:
     """The tokens that follow the prompts: at each step one for each prompt. The next step is on its way while these are looked at.
 
@@ -117,10 +124,10 @@ def sequences(
         most: how many steps.
         sampling: how each is chosen.
         seed: of what is drawn.
-        symbols: only tokens below this are chosen: others of the model mean nothing.
+        known: whether each of the first tokens of the model may be chosen; the others may not.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
-    pick = jax.jit(lambda logits, *drawn: choose(logits[:, :symbols], sampling, *drawn))
+    pick = jax.jit(lambda logits, *drawn: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *drawn))
     tokens = pick(decoder.begin(prompts, positions), np.uint32(seed), rows, np.int32(0))
     for step in range(1, most):
         following = pick(decoder.follow(tokens), np.uint32(seed), rows, np.int32(step))

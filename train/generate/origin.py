@@ -1,6 +1,7 @@
 """Where a model comes from that is to generate: the folder of a run, or one in Hugging Face's layout. Read a layer at a time."""
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import resolved
 from train.assemble import compile_cache
-from train.checkpoint import huggingface
+from train.checkpoint import huggingface, warm_start
 from train.checkpoint.export import Weights, by_name, step_of, with_ema
 from train.config import config_file
 from train.config import huggingface as config_json
@@ -28,6 +29,7 @@ from train.generate.words import Words
 
 _SETTINGS = ("config.json", "generation_config.json")  # of Hugging Face's layout; both may say which tokens end a text
 _TOKENIZER = "tokenizer.json"
+_PARTIAL = re.compile("; (is it of another model\\? W|w)ith warm_start.mode=partial what fits .*is taken")
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,10 @@ def _of_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | No
     _check_decodes(config, source)
     try:
         there = huggingface.source(folder)
+        warm_start.fitting(there, {"": {name: spec._replace(dtype="float32") for name, spec in there.specs.items()}}, strict=True)
     except InputError as error:  # it is made for warm_start
-        hint = "; with warm_start.mode=partial what fits is taken"
-        lines = (line.replace("warm_start.file: ", "generate: ").replace(hint, "; download it again") for line in error.args)
-        raise InputError(*lines) from None
+        lines = (line.replace("warm_start.file: ", "generate: ") for line in error.args)
+        raise InputError(*(_PARTIAL.sub("; download it again", line) for line in lines)) from None
     of_layer: dict[str, list[str]] = {}
     for name in there.specs:
         of_layer.setdefault(name.partition("/")[0], []).append(name)

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from jaxtyping import Int
+
 from train.data.tokenizer import Tokenizer
 
 BYTES = "bytes"  # in place of a tokenizer.json: each byte is a token
@@ -16,7 +19,7 @@ class Words:
     Attributes:
         encode: the tokens of a text.
         decode: the text of tokens; what is no UTF-8 becomes replacement characters.
-        symbols: every token is below this.
+        symbols: all tokens there are, rising.
         before: what stands before each text.
         alone: what a text begins with that is empty; nothing: there is no such thing.
         ends: tokens behind which there is nothing more.
@@ -25,7 +28,7 @@ class Words:
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
-    symbols: int
+    symbols: Int[np.ndarray, " n"]
     before: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
     ends: Collection[int] = ()
@@ -42,7 +45,7 @@ def of_bytes() -> Words:
     def encode(text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
 
-    return Words(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), 256, takes_bytes=True)
+    return Words(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), np.arange(256), takes_bytes=True)
 
 
 def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Words:
@@ -55,7 +58,7 @@ def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequenc
     """
     found = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)
-    return Words(lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.vocab_size, tokenizer.begin, alone, found)
+    return Words(lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, found)
 
 
 class Stream:

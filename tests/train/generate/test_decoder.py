@@ -91,7 +91,7 @@ def test_tokens_are_the_same_on_several_devices_and_among_others(devices, rows):
 
     def tokens(devices: int, rows: list[list[int]]) -> np.ndarray:
         model = of_folder("llama", devices)
-        return np.stack(list(sequences(model, rows, 16, 9, sampling, 7, SYMBOLS)), axis=1)
+        return np.stack(list(sequences(model, rows, 16, 9, sampling, 7, np.ones(SYMBOLS, bool))), axis=1)
 
     together = tokens(1, prompts)
     assert together.shape == (3, 9)

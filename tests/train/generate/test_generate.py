@@ -78,6 +78,21 @@ def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
     assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
 
 
+def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
+    """Nor those in holes between its ids, which the model likes best."""
+    arrays = load_file(folder / "model.safetensors")
+    arrays["lm_head.weight"][1::2] *= 100
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    for options in ((), ("--top-p", "0.9"), ("--top-k", "40")):
+        _, out, _ = run(str(folder), "--prompt", "w4", "--tokens", "12", "--json", *options)
+        said = json.loads(out)
+        assert said["tokens"] == 12
+        assert len(said["text"].split()) == 12
+
+
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
     code, out, err = run(str(RUN))
@@ -194,6 +209,16 @@ def test_a_model_that_has_diverged_is_told(run, folder):
     code, out, err = run(str(folder), "--prompt", "w5")
     assert (code, out) == (2, "")
     assert "expected numbers as logits, found NaN after 1 token; the training of this model has diverged" in err
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.self_attn.v_proj"])
+def test_numbers_that_are_no_floats_are_refused(run, folder, name):
+    arrays = load_file(folder / "model.safetensors")
+    arrays[f"model.{name}.weight"] = arrays[f"model.{name}.weight"].view(np.int32)
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    code, out, err = run(str(folder), "--prompt", "w5")
+    assert (code, out) == (2, "")
+    assert re.search(r"^jpipe: generate: '.*llama': expected '.*' as in the model, float32\[.*\], found I32\[.*\]; download it again", err)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from jpipe import InputError
 from jpipe.files import shown
 from train.checkpoint.huggingface.folder import Folder, look_into
 from train.checkpoint.huggingface.names import Layout, Row, layout
-from train.checkpoint.source import Names, Source, Spec
+from train.checkpoint.source import FLOATS, Names, Source, Spec
 from train.config import huggingface
 
 _SHOWN = 5  # tensors that are named
@@ -33,7 +33,7 @@ def source(path: Path, *, strict: bool = True) -> Source:
     if strict:
         _check(folder, names, known, where)
     rows = {row.ours: row for row in names if _is_there(folder, known, row)}
-    specs = {ours: Spec(row.shape, folder.tensors[known[row.theirs[0]]][1].dtype) for ours, row in rows.items()}
+    specs = {ours: Spec(row.shape, _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()}
 
     def read(wanted: Names) -> Iterator[dict[str, Any]]:
         for inner in wanted.values():
@@ -85,6 +85,11 @@ def _listed(names: list[str]) -> str:
 
 def _shape(shape: Iterable[int]) -> str:
     return str(list(shape))
+
+
+def _dtype(dtypes: list[str]) -> str:
+    """Of a parameter that is made of tensors of these: one that is no float, if there is any."""
+    return next((dtype for dtype in dtypes if dtype not in FLOATS.values()), dtypes[0])
 
 
 def _is_there(folder: Folder, known: dict[str, str], row: Row) -> bool:
