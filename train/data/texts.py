@@ -44,6 +44,7 @@ class Piece(NamedTuple):
         held_out: whether the document is for validation.
         place: its file and line (0: the whole file), for messages.
         size: of the text in bytes, as it is in the file.
+        continues: whether it goes on where the piece before it ends.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Piece(NamedTuple):
     held_out: bool
     place: tuple[Path, int]
     size: int
+    continues: bool = False
 
 
 @runtime_checkable
@@ -105,7 +107,7 @@ def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         ahead = None
         for batch in _batches(found):
-            following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch])
+            following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
             if ahead is not None:
                 yield from zip(ahead[0], ahead[1].result(), strict=True)
             ahead = following
@@ -214,7 +216,7 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
-    """The document in the bytes start .. stop - 1 of a file, in pieces that end where a tokenizer would part the text as well."""
+    """The document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers part the text as well."""
     decode = codecs.getincrementaldecoder("utf-8")()
     text, taken, at = "", 0, start
     with open(file, "rb") as opened:
@@ -232,11 +234,11 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
             at += len(block)
             while len(text) > 2 * PIECE:
                 end = _good_end(text)
-                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - taken)
+                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - taken, taken > 0)
                 text, taken = text[end:], at - start
             if not block:
                 break
-    yield Piece(text, "text", True, held_out, (file, 0), at - start - taken)
+    yield Piece(text, "text", True, held_out, (file, 0), at - start - taken, taken > 0)
 
 
 def _good_end(text: str) -> int:
@@ -322,7 +324,7 @@ def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongL
             held_out = sources.place_of("\0".join(texts).encode()) < fraction
             for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
                 last = i == len(wanted) - 1
-                yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0)
+                yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0, i > 0 and texts[0] != "")
 
 
 def _texts(line: bytes, keys: Sequence[str]) -> list[str]:

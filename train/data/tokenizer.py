@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies tak
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
 """What ends a text, the first of these that a tokenizer has, if its own rules do not say it."""
+
+_NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,38 @@ class Tokenizer:
         """Of the file."""
         return hashlib.sha256(self.content).hexdigest()
 
-    def encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
+    def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
         """The tokens of each text, without any that begin or end it; uses all cores.
+
+        Args:
+            texts: to tokenize.
+            continued: for each whether it goes on where another text ends, so that nothing is to be put before it; nothing: none does.
 
         Raises:
             InputError: the tokenizer fails.
         """
+        marks = self._marks if any(continued) else {}
+        before = [marks.get(text[0].isspace(), _NO_MARK) if text and on else _NO_MARK for text, on in zip(texts, continued, strict=False)]
+        before += [_NO_MARK] * (len(texts) - len(before))
+        found = self._encoded([mark + text for (mark, _), text in zip(before, texts, strict=True)])
+        for i, (_, head) in enumerate(before):
+            whole = tuple(found[i][: len(head)].tolist()) == head
+            found[i] = found[i][len(head) :] if whole else self._encoded([texts[i]])[0]
+        return found
+
+    @cached_property
+    def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
+        """What a text that goes on is put behind, with its tokens: for one that begins with a space (True), and for others (False).
+
+        Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
+        """
+        a, b, one, other, unknown = (found.tolist() for found in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
+        head = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+        if a == b or not head or one[len(head) :] == a or unknown[: len(head)] == head:
+            return {}
+        return {True: ("a", tuple(a)), False: ("\n", tuple(head))}
+
+    def _encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
         try:
             found = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:  # what panics in Rust is no Exception

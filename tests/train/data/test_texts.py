@@ -112,6 +112,39 @@ def test_a_long_text_is_parted_where_the_tokenizer_parts_it(tokenizer, tmp_path,
     np.testing.assert_array_equal(np.concatenate(parts), loaded.encoded([text])[0])
 
 
+def prefixing(kind: str) -> library.Tokenizer:
+    """A tokenizer with a token for each letter, which puts a space before a text, as those of this kind do."""
+    symbols = [*library.pre_tokenizers.ByteLevel.alphabet()] if kind == "bytes" else ["<unk>", "▁", *"\n ünïabdegiklmnorstuw;", "▁w", "▁i"]
+    vocabulary = {symbol: i for i, symbol in enumerate([*symbols, "Ġw"] if kind == "bytes" else symbols)}
+    merges = [("Ġ", "w")] if kind == "bytes" else [("▁", "w"), ("▁", "i")]
+    rules = library.Tokenizer(library.models.BPE(vocabulary, merges, unk_token=None if kind == "bytes" else "<unk>"))
+    parts = library.normalizers
+    if kind == "prepend":
+        rules.normalizer = parts.Sequence([parts.Prepend("▁"), parts.Replace(" ", "▁")])
+    else:
+        made = library.pre_tokenizers
+        rules.pre_tokenizer = made.ByteLevel(add_prefix_space=True) if kind == "bytes" else made.Metaspace(prepend_scheme=kind)
+    return rules
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always", "bytes"])
+@pytest.mark.parametrize("line", ["word; ünï\n    indented\nwide\n", "word ünï wide "], ids=["lines", "words"])
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_only_where_it_begins(kind, line, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "PIECE", 40)
+    prefixing(kind).save(str(tmp_path / "tokenizer.json"))
+    loaded = load(tmp_path / "tokenizer.json")
+    (tmp_path / "a").write_text(line * 30)
+    found = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
+    assert len(found) > 5
+    parts = [tokens for _, tokens in texts.tokenized(found, loaded)]
+    np.testing.assert_array_equal(np.concatenate(parts), loaded.encoded([line * 30])[0])
+    (tmp_path / "p").write_text('{"prompt": "word:", "answer": "wide"}\n{"prompt": "", "answer": "wide"}')
+    answers = [tokens.tolist() for _, tokens in texts.tokenized(texts.pieces(["p"], [tmp_path / "p"], "prompts", 0, Keys(), ""), loaded)]
+    wide = loaded.encoded(["wide"])[0].tolist()
+    assert answers[3] == wide
+    assert answers[1] == [loaded.id_of("w"), *wide[1:]]
+
+
 def test_a_text_without_lines_is_parted_between_words_or_anywhere(monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 10)
     assert texts._good_end("a word or another, and more of them") == 18  # behind "another,"
