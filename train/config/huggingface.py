@@ -1,6 +1,7 @@
 """`config.json` of a folder in Hugging Face's layout, read as keys of the section `model` and written from them: data only, no JAX."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
@@ -16,6 +17,7 @@ from train.config.config import ModelConfig
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # of `config.json`, hundreds of times what those of language models have
 _HINT = "jpipe's models have nothing else; take another model"
+_SMALLER = "jpipe's models are not so large; take a smaller model"
 
 Size = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[float, Field(gt=0)]
@@ -215,6 +217,23 @@ ARCHITECTURES: dict[str, type[_Gpt2 | _Llama | _Bert]] = {
     "BertForPreTraining": _Bert,
     "BertForMaskedLM": _Bert,  # which often has the next-sentence head all the same
 }
+_SIZES = {
+    "depth": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "mlp_width": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+_THEIRS: dict[type[_Gpt2 | _Llama | _Bert], dict[str, str]] = {  # by jpipe's key the one that decides it
+    _Gpt2: {
+        **{"depth": "n_layer", "width": "n_embd", "heads": "n_head", "mlp_width": "n_inner", "max_positions": "n_positions"},
+        "norm_epsilon": "layer_norm_epsilon",
+    },
+    _Llama: {**_SIZES, "rope_base": "rope_theta", "norm_epsilon": "rms_norm_eps"},
+    _Bert: {**_SIZES, "norm_epsilon": "layer_norm_eps"},
+}
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "BertForPreTraining": "bert"}  # of those that are written
 
 
@@ -242,7 +261,7 @@ def described(data: Any, where: str = "config.json") -> Found:
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {_HINT}")
     keys = _validated(ARCHITECTURES[architecture], data, where).keys()
-    _validated(ModelConfig, keys | {"seq_len": 1}, where)
+    _validated(ModelConfig, keys | {"seq_len": 1}, where, _THEIRS[ARCHITECTURES[architecture]])
     return Found(architecture, keys)
 
 
@@ -294,20 +313,23 @@ def written(model: ModelConfig) -> dict[str, Any]:
     return {"architectures": [chosen], "model_type": _MODEL_TYPES[chosen], **_WRITERS[chosen](keys)}
 
 
-def load_json(path: Path, most: int) -> Any:
-    """A JSON file that may be a stranger's.
+def load_json(path: Path, most: int) -> dict[str, Any]:
+    """The object in a JSON file that may be a stranger's.
 
     Raises:
-        InputError: it cannot be read, is larger than `most` bytes, or is no JSON.
+        InputError: it cannot be read, is larger than `most` bytes, or is no object of JSON.
     """
     where, hint = shown(path), "give a folder such as transformers' save_pretrained writes"
     text = read_text(path, most, f"{where}: cannot read it", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise InputError(f"{where}: expected JSON, found lists in lists too deep to read; {hint}") from None
     except ValueError as error:
         raise InputError(f"{where}: expected JSON, found: {error}; {hint}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{where}: expected an object of JSON, found {'a list' if isinstance(found, list) else short(found)}; {hint}")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -317,12 +339,23 @@ def _refuse_constant(name: str) -> NoReturn:
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _validated(model: type[_Model], data: Any, where: str) -> _Model:
+def _validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, str] | None = None) -> _Model:
+    """An instance of `model`; messages have the names of `theirs`, by jpipe's."""
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        lines = explain(error, model, where).args
-        raise InputError(*(line if line.endswith("is missing; add it") else f"{line}; {_HINT}" for line in lines)) from None
+        lines = (line.removeprefix(f"{where}: ") for line in explain(error, model, where).args)
+        raise InputError(*(f"{where}: {_told(line, theirs or {})}" for line in lines)) from None
+
+
+def _told(line: str, theirs: Mapping[str, str]) -> str:
+    """What is wrong, in the words of `config.json`, and what to do about it."""
+    if line.endswith("is missing; add it"):
+        return line
+    if theirs:  # and so the line may end with what to change in a config of jpipe's
+        line = re.sub(rf"\b({'|'.join(theirs)})(?=: | \d)", lambda part: theirs[part[0]], line.partition("; ")[0])
+    is_size = re.search("expected less than or equal to|of more than", line) is not None
+    return f"{line}; {_SMALLER if is_size else _HINT}"
 
 
 def _check_heads(width_key: str, width: int, heads_key: str, heads: int) -> None:

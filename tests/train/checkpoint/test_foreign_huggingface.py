@@ -78,13 +78,25 @@ def test_tensors_that_are_missing_additional_or_of_another_shape_are_listed(tmp_
     refused(
         folder,
         f"expected the 28 tensors of the model in config.json, found that 8 are missing: {found}, transformer.h.1.ln_1.weight, …; 2 are "
-        "not of this model: score.bias, score.weight; 1 have another shape: transformer.wpe.weight ([8, 16], not [16, 16]); with "
+        "not of this model: score.bias, score.weight; 1 has another shape: transformer.wpe.weight ([8, 16], not [16, 16]); with "
         "warm_start.mode=partial what fits is taken",
     )
     there = arrays(folder, strict=False)
     assert "embed/position/embedding" not in there
     assert "block_0/attention_norm/scale" not in there
     assert len(there) == 19
+
+
+def test_one_tensor_is_told_of_as_one_and_a_long_name_is_cut(tmp_path):
+    def change(tensors):
+        del tensors["transformer.ln_f.bias"]
+        tensors["a" * 5000] = np.zeros(3, np.float32)
+
+    folder = folders.copied("gpt2", tmp_path / "folder", change)
+    refused(folder, "found that 1 is missing: transformer.ln_f.bias; 1 is not of this model: 'aaaaaaaaaaaa")
+    with pytest.raises(InputError) as caught:
+        huggingface.source(folder)
+    assert len(str(caught.value)) < 500
 
 
 def test_embeddings_that_are_padded_or_too_few_are_refused(tmp_path):
@@ -143,7 +155,7 @@ def test_a_link_of_a_download_leads_to_the_blobs_beside_it(tmp_path):
     [
         ("{", f"{INDEX}: expected JSON, found: "),
         ("[" * 100_000, f"{INDEX}: expected JSON, found lists in lists too deep to read"),
-        ("[]", f"{INDEX}: "),
+        ("[]", f"{INDEX}: expected an object of JSON, found a list"),
         ('{"weight_map": {}}', f"{INDEX}: weight_map: "),
         ('{"weight_map": {"a": 3}}', f"{INDEX}: weight_map.a: expected a valid string, found 3"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jpipe import InputError
+from jpipe.errors import short
 from jpipe.files import shown
 from train.checkpoint.huggingface.folder import Folder, look_into
 from train.checkpoint.huggingface.names import Layout, Row, layout
@@ -14,6 +15,7 @@ from train.checkpoint.source import FLOATS, Names, Source, Spec
 from train.config import huggingface
 
 _SHOWN = 5  # tensors that are named
+_LONGEST = 80  # letters of the name of one
 
 
 def source(path: Path, *, strict: bool = True) -> Source:
@@ -67,11 +69,13 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> 
     others = [name for name in there if name not in expected and name not in names.copies]
     shapes = [name for name in expected if name in there and there[name] != expected[name]]
     told = {
-        "are missing": lacking,
-        "are not of this model": [known[name] for name in others],
-        "have another shape": [f"{known[name]} ({_shape(there[name])}, not {_shape(expected[name])})" for name in shapes],
+        ("is missing", "are missing"): lacking,
+        ("is not of this model", "are not of this model"): [_name(known[name]) for name in others],
+        ("has another shape", "have another shape"): [
+            f"{known[name]} ({_shape(there[name])}, not {_shape(expected[name])})" for name in shapes
+        ],
     }
-    words = [f"{len(found)} {what}: {_listed(found)}" for what, found in told.items() if found]
+    words = [f"{len(found)} {one if len(found) == 1 else many}: {_listed(found)}" for (one, many), found in told.items() if found]
     if words:
         raise InputError(
             f"{where}: expected the {len(expected)} tensors of the model in {huggingface.CONFIG}, found that {'; '.join(words)}; "
@@ -81,6 +85,11 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def _name(name: str) -> str:
+    """Of a tensor, as a stranger calls it."""
+    return name if len(name) <= _LONGEST else short(name)
 
 
 def _shape(shape: Iterable[int]) -> str:
