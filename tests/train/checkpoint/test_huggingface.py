@@ -214,6 +214,12 @@ def refused(words: list[str], message: str, capsys) -> None:
     assert capsys.readouterr().err.startswith(f"jpipe: {message}")
 
 
+def test_an_export_makes_the_folders_that_it_is_to_be_in(run, tmp_path):
+    out = tmp_path / "new" / "newer" / "out"
+    assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
+    assert (out / "config.json").is_file()
+
+
 def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
@@ -223,7 +229,7 @@ def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_pat
     before = sorted(tmp_path.rglob("*"))
     refused(["run", "there"], "--out: 'there' already exists; choose another name, or remove it first\n", capsys)
     refused(["run", "link"], "--out: 'link' already exists; choose another name, or remove it first\n", capsys)
-    refused(["run", "no/out"], "--out: there is no folder for 'no/out'; make it first, or choose another\n", capsys)
+    refused(["run", "mixed.yaml/out"], "--out: cannot write 'mixed.yaml/out': File exists; choose another folder\n", capsys)
     refused(["run", "out", "--step", "6"], "--step: expected one of 7, the checkpoints in ", capsys)
     refused(["there", "out"], "export: expected checkpoints in 'there/checkpoints', found none", capsys)
     refused(["run"], "export: expected the file or folder to write, once", capsys)

@@ -13,7 +13,7 @@ import numpy as np
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, write_atomically
+from jpipe.files import expanded, make_folder, new_folder, read_bytes, resolved, shown, write_atomically
 from train.assemble import model
 from train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from train.checkpoint.huggingface.names import Layout, layout
@@ -216,15 +216,14 @@ def _new_folder(out: str) -> Path:
     path = expanded(out, "--out").absolute()
     if os.path.lexists(path):
         raise InputError(f"--out: '{out}' already exists; choose another name, or remove it first")
-    if not path.parent.is_dir():
-        raise InputError(f"--out: there is no folder for '{out}'; make it first, or choose another")
     return path
 
 
 @contextlib.contextmanager
 def _appearing(place: Path, out: str) -> Iterator[Path]:
-    """A folder to write into, which appears in its place if nothing fails inside."""
+    """A folder to write into, which appears in its place if nothing fails inside; its parents are made."""
     try:
+        make_folder(place.parent)
         with new_folder(place) as unfinished:
             yield unfinished
     except OSError as error:
