@@ -28,6 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
 _SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
+_SOME = 8  # ends at the beginning and at the end of each file that are checked when it is opened
 _OPEN = 256  # maps at a time, each of which needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
@@ -115,7 +116,7 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
         if part >= len(index.parts) or (part and shard.documents is None):
             return None
         ending, dtype = index.parts[part]
-        return lambda: kept(folder / f"{shard.name}{ending}", dtype)
+        return lambda: kept(folder / f"{shard.name}{ending}", dtype, shard.tokens if ending == ".ends" else None)
 
     def of(shard: ShardFacts) -> Shard:
         tokens = opened(shard, 0)
@@ -146,8 +147,19 @@ def _sample(path: Path) -> list[bytes]:
         return [os.pread(file.fileno(), _SAMPLE, max(start, 0)) for start in (0, size // 2 - _SAMPLE // 2, size - _SAMPLE)]
 
 
-def _opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.memmap(path, dtype, mode="r")
+def _opened(path: Path, dtype: np.dtype[Any], size: int | None) -> np.ndarray:
+    """A map of the file; if it holds the ends of documents of `size` tokens in all, some of them are checked, however many there are."""
+    found = np.memmap(path, dtype, mode="r")
+    if size is None:
+        return found
+    if found[-1] != size:
+        raise InputError(
+            f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {found[-1]:,}; write the folder again"
+        )
+    for some in (found[:_SOME], found[-_SOME:]):
+        if some[0] == 0 or np.any(some[1:] <= some[:-1]):
+            raise InputError(f"data: expected rising ends in '{path}', found {some[:5].tolist()}; write the folder again")
+    return found
 
 
 def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> None:

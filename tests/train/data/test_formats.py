@@ -192,6 +192,14 @@ def batches_of(config, number: int) -> None:
         whole(found.train[i])
 
 
+def spoiled_ends(change):
+    def spoil(folder: Path) -> None:
+        ends = np.fromfile(folder / "train-00000.ends", "<u8")
+        change(ends).astype("<u8").tofile(folder / "train-00000.ends")
+
+    return spoil
+
+
 def other_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
 
@@ -239,6 +247,15 @@ def other_tokenizer(folder: Path) -> None:
             r"expected '.*tokenizer\.json' to be the tokenizer that made the tokens, as tokens\.json says, found another; copy the folder",
         ),
         (high_token, r"data: expected every token of '.*train-00000\.bin' to be from 0 to 299, found 999 at \d+; write the file again"),
+        (
+            spoiled_ends(lambda ends: np.full_like(ends, 2**63 + 5)),
+            r"expected the last end in '.*train-00000\.ends' to be \d+, all its tokens, found 9,223,372,036,854,775,813; write the folder",
+        ),
+        (spoiled_ends(lambda ends: ends[::-1]), r"expected the last end in '.*train-00000\.ends' to be \d+, all its tokens, found \d+;"),
+        (
+            spoiled_ends(lambda ends: np.concatenate([ends[1::-1], ends[2:]])),
+            r"data: expected rising ends in '.*train-00000\.ends', found \[.*\]; write the folder again",
+        ),
     ],
     ids=[
         "none",
@@ -257,6 +274,9 @@ def other_tokenizer(folder: Path) -> None:
         "type",
         "tokenizer",
         "token",
+        "far ends",
+        "reversed ends",
+        "two ends",
     ],
 )
 def test_a_damaged_or_foreign_folder_is_told(spoil, message, tiny, tokens):

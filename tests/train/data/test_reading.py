@@ -23,9 +23,9 @@ def reads(monkeypatch) -> dict[str, list]:
         seen["spans"].append((start, stop))
         return read(self, start, stop)
 
-    def noted_open(path, dtype):
+    def noted_open(path, dtype, size):
         seen["files"].append(path.name)
-        return opened(path, dtype)
+        return opened(path, dtype, size)
 
     monkeypatch.setattr(Documents, "read", noted_read)
     monkeypatch.setattr(token_files, "_opened", noted_open)
