@@ -169,7 +169,7 @@ def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkey
     with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
-        assert log._lines.qsize() == 4
+        assert log._lines.qsize() <= 4  # fewer where the pipe has taken some since
     assert messages[0] == "wandb: 3 rows are waiting to be sent; the run goes on, and sends no more"
 
 
