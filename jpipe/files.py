@@ -95,26 +95,51 @@ def create(path: Path) -> BinaryIO:
     return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into under another name; it gets its own name, with all that is in it on disk, if nothing fails inside.
+def unused(path: str, where: str) -> Path:
+    """An absolute path for something new. Links lead to the folder that it is to be in, but itself it is none.
 
-    Otherwise it is removed.
+    Args:
+        path: as given by a user.
+        where: its option, for messages.
 
     Raises:
-        OSError: it cannot be made, or cannot get its name.
+        InputError: there is something of that name, or no file can have it.
+    """
+    found = expanded(path, where)
+    found = resolved(str(found.parent), where) / found.name
+    if os.path.lexists(found):
+        raise InputError(f"{where}: '{path}' already exists; choose another name, or remove it first")
+    return found
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, where: str) -> Iterator[Path]:
+    """A folder to write into under another name; it gets its own name, with all that is in it on disk, if nothing fails inside.
+
+    Otherwise it is removed. The folders that it is to be in are made.
+
+    Args:
+        path: see `unused`.
+        where: its option, for messages.
+
+    Raises:
+        InputError: the folder or something in it cannot be written.
     """
     unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
-    unfinished.mkdir()
     try:
-        yield unfinished
-        for inner in (*unfinished.iterdir(), unfinished):
-            to_disk(inner)
-        os.rename(unfinished, path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    to_disk(path.parent)
+        make_folder(path.parent)
+        unfinished.mkdir()
+        try:
+            yield unfinished
+            for inner in (*unfinished.iterdir(), unfinished):
+                to_disk(inner)
+            os.rename(unfinished, path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        to_disk(path.parent)
+    except OSError as error:
+        raise InputError(f"{where}: cannot write '{shown(path)}': {error.strerror}; choose another folder") from None
 
 
 def open_to_append(path: Path) -> BinaryIO:

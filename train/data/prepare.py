@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import shlex
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from jpipe import InputError
-from jpipe.files import create, expanded, make_folder, new_folder, resolved, write_atomically
+from jpipe.files import create, new_folder, unused, write_atomically
 from train.config.section import AUTO
 from train.console import interrupt
 from train.console.progress import Reporter
@@ -70,9 +69,9 @@ def prepare(
         raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {validation_fraction}; 0 is for none")
     if shard_tokens < 1:
         raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
-    target = _new(out)
+    target = unused(out, "--out")
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
-    with _told_if_interrupted(out), _folder(target, out) as place:
+    with _told_if_interrupted(out), new_folder(target, "--out") as place:
         index, made = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
     if left_out := made.left_out():
         reporter.say(left_out)
@@ -119,7 +118,7 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
             f"--vocab-size: expected {least} (the bytes and {count(len(SPECIAL[kind]), 'special token')}) to "
             f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
         )
-    target = _new(out)
+    target = unused(out, "--out")
     rules, trainer = _untrained(vocab_size, kind)
     with _told_if_interrupted(out):
         with _found(files, 0.0, reporter, "reading") as (pieces, _):
@@ -280,36 +279,12 @@ def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Ite
             advance(piece.size)
 
 
-def _new(out: str) -> Path:
-    """The path, if nothing is there; links lead to the folder that it is to be in, but itself it is none."""
-    path = expanded(out, "--out")
-    path = resolved(str(path.parent), "--out") / path.name
-    try:
-        there = os.path.lexists(path)
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another name") from None
-    if there:
-        raise InputError(f"--out: '{out}' already exists; choose another name, or remove it first")
-    return path
-
-
 @contextlib.contextmanager
 def _told_if_interrupted(out: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; nothing is written to {out}") from None
-
-
-@contextlib.contextmanager
-def _folder(target: Path, out: str) -> Iterator[Path]:
-    """A folder to write into, which becomes the target at the end; nothing is left of it otherwise."""
-    try:
-        make_folder(target.parent)
-        with new_folder(target) as place:
-            yield place
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another place") from None
 
 
 def _many(number: int, one: str) -> str:

@@ -216,8 +216,7 @@ def _special(folder: Path, vocab_size: int) -> tuple[tuple[int, ...], tuple[int,
     for name in _SETTINGS:
         if not (folder / name).is_file():
             continue
-        found = config_json.load_json(folder / name, config_json.MOST_BYTES)
-        said = found if isinstance(found, dict) else {}
+        said = config_json.load_json(folder / name, config_json.MOST_BYTES)
         begins = begins or _tokens(said.get("bos_token_id"), vocab_size)[:1]
         ends += _tokens(said.get("eos_token_id"), vocab_size)
     return begins, ends

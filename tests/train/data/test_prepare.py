@@ -95,7 +95,7 @@ def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]
     if isinstance(error, OSError):
         assert "--out: cannot write" in str(caught.value)
-        assert "No space left on device; choose another place" in str(caught.value)
+        assert "No space left on device; choose another folder" in str(caught.value)
     elif isinstance(error, KeyboardInterrupt):
         assert str(caught.value) == f"interrupted; nothing is written to {tmp_path / 'out'}"
     else:

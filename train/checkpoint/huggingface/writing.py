@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import expanded, make_folder, new_folder, read_bytes, resolved, shown, write_atomically
+from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from train.assemble import model
 from train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from train.checkpoint.huggingface.names import Layout, layout
@@ -72,7 +71,7 @@ def main(
         InputError: no such run or checkpoint, a damaged one, one without an average; a model that has no such layout; or a folder that
             cannot be written.
     """
-    place = _new_folder(out)
+    place = unused(out, "--out")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     if expanded(source, "export").is_file():
         if step is not None or weights != "newest":
@@ -82,7 +81,7 @@ def main(
         found = _of_run(source, step, report, weights)
     specs = _specs(found)
     described = found.described | _special(found.config, found.described["vocab_size"]) | _dtypes(specs)
-    with _appearing(place, out) as unfinished:
+    with new_folder(place, "--out") as unfinished:
         _write_json(unfinished / huggingface.CONFIG, described)
         size = write_tensors(unfinished, specs, _tensors(found), LIMIT if limit is None else limit)
         copied = _copy_tokenizer(found.config, unfinished, lambda line: report(f"{out}: {line}"))
@@ -210,21 +209,3 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
 
 def _write_json(path: Path, data: Any) -> None:
     write_atomically(path, json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-def _new_folder(out: str) -> Path:
-    path = expanded(out, "--out").absolute()
-    if os.path.lexists(path):
-        raise InputError(f"--out: '{out}' already exists; choose another name, or remove it first")
-    return path
-
-
-@contextlib.contextmanager
-def _appearing(place: Path, out: str) -> Iterator[Path]:
-    """A folder to write into, which appears in its place if nothing fails inside; its parents are made."""
-    try:
-        make_folder(place.parent)
-        with new_folder(place) as unfinished:
-            yield unfinished
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another folder") from None
