@@ -21,6 +21,7 @@ from train import cli
 from train.config import config_file, optax_names
 from train.config.arguments import parameters_of
 from train.config.config import Config
+from train.report.summary import Summary
 from train.run import loop
 
 ROOT = Path(__file__).parents[3]
@@ -296,7 +297,7 @@ def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
             holder[section] = holder.get(section) or {}
             holder = holder[section]
         holder[last] = plain(yaml.compose(value, yaml.SafeLoader))
-    scalars = ("seed", "compile_cache")
+    scalars = ("seed", "compile_cache", "log")
     sections = filled(data, Config.model_fields, empty=tuple(Config.model_fields.keys() - set(scalars)))
     for scalar in scalars:
         assert same(getattr(config, scalar), sections.pop(scalar))
@@ -339,7 +340,8 @@ def answered(capsys, monkeypatch, tmp_path):
 def accepted(monkeypatch) -> list[Config]:
     """The configs that got as far as a model; none is built."""
     configs = []
-    monkeypatch.setattr(loop, "main", lambda config, *_: configs.append(config))
+    ended = Summary(steps=0, val_loss_before=0.0, val_loss_after=0.0, seconds=0.0, folder=None, predicted=None, measured=None)
+    monkeypatch.setattr(loop, "main", lambda config, *_: (configs.append(config), ended)[1])
     monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
     return configs
 
