@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items):
         options = cases[0].get_closest_marker("thinned").kwargs
         size = options.get("size", 1)
         few = _covering(cases, size, options.get("most", len(cases)))
-        more = _covering(cases, size + 1, options.get("most_slow", 4), few)
+        more = _covering(cases, size + 1, options.get("most_slow", 2), few)
         for item in cases:
             if item not in few:
                 item.add_marker("slow")

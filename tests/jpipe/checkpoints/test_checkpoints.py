@@ -50,6 +50,7 @@ def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
     assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(6, 3)
     train(pipe, batches, tmp_path, 6)

@@ -95,11 +95,16 @@ OFTEN = {"`adamw`", "`lion`", "`inject_hyperparams`"}
 OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
 
 
+def often(row) -> list[pytest.MarkDecorator]:
+    """`make test` has some of the rows, `make test-slow` a third of the others, `make test-all` has them all."""
+    if row.name in OFTEN:
+        return []
+    return [pytest.mark.slow] if optimizers.ROWS.index(row) % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[] if row.name in OFTEN else pytest.mark.slow) for row in optimizers.ROWS]
-)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=often(row)) for row in optimizers.ROWS])
 def test_a_row_of_the_tables_is_true(row):
     """It works layer by layer as on the whole model, or is refused with the words of the row."""
     assert optimizers.check(row) == ""

@@ -72,7 +72,7 @@ def measured_and_predicted(plan, stack=STACK, **options) -> tuple[list[int], lis
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.thinned(most=0, most_slow=8)
+@pytest.mark.thinned(most=0, most_slow=4)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):
@@ -91,7 +91,7 @@ RANKS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("fields", RANKS)
 def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
     recompute = "full" if fields["schedule"] == "interleaved_zero_bubble" else "none"
@@ -99,7 +99,7 @@ def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
 def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(schedule):
     """As with replicas: a message may wait at the end of a step."""
@@ -124,7 +124,7 @@ def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     np.testing.assert_allclose(measured[1:], predicted[1:], atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_measured_peak_with_masters_is_predicted(variant, replicas):
@@ -134,13 +134,14 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(
     ("fields", "replicas"),
     [
-        pytest.param({"schedule": "pipedream_2bw"}, 1, marks=pytest.mark.slow),
-        pytest.param({"schedule": "gpipe"}, 1, marks=pytest.mark.slow),
-        pytest.param({"schedule": "pipedream", "vertical_sync": True}, 1, marks=pytest.mark.slow),
-        pytest.param({"schedule": "gpipe"}, 2, marks=pytest.mark.slow),
+        ({"schedule": "pipedream_2bw"}, 1),
+        ({"schedule": "gpipe"}, 1),
+        ({"schedule": "pipedream", "vertical_sync": True}, 1),
+        ({"schedule": "gpipe"}, 2),
     ],
 )
 def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
@@ -160,7 +161,7 @@ def test_measured_peak_of_skipping_batches_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(
     ("schedule", "fields"),
     [("pipedream_2bw", {}), ("pipedream_2bw", {"replicas": 2}), ("interleaved_1f1b", {"chunks_per_rank": 2}), ("zb_h1", {})],

@@ -137,7 +137,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
 def test_a_run_goes_on_under_any_other_plan(first):
     """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""

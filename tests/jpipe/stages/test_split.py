@@ -261,16 +261,14 @@ def _products(jaxpr) -> int:
     return count
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.thinned(most=1, most_slow=5)
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
         ("gpt", "none"),
-        *(pytest.param(kind, "none", marks=SLOW) for kind in LAYERS if kind != "gpt"),
-        *(pytest.param(kind, "full", marks=SLOW) for kind in ("gpt", "convolution", "lstm")),
-        *(pytest.param(kind, "dots_saveable", marks=SLOW) for kind in ("convolution",)),
+        *((kind, "none") for kind in LAYERS if kind != "gpt"),
+        *((kind, "full") for kind in ("gpt", "convolution", "lstm")),
+        ("convolution", "dots_saveable"),
     ],
 )
 def test_halves_make_what_the_whole_backward_makes(kind, recompute):

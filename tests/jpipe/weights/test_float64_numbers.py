@@ -128,7 +128,7 @@ def merge(x):
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["pipedream_flush", pytest.param("pipedream", marks=pytest.mark.newest), "pipedream_2bw"])
 def test_pytrees_with_an_integer_leaf_and_a_skip_connection(variant, recompute):

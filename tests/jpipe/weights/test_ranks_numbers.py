@@ -62,7 +62,7 @@ TRIED = 2
 """Plans of each schedule that are run, of about 530 legal ones in all."""
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=4)
 @pytest.mark.parametrize("schedule", [*models.OTHERS, "pipedream", "pipedream_2bw"])
 def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
     plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]  # the next test has more stages
@@ -74,7 +74,7 @@ def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
 MANY = [("interleaved_1f1b", 4, 2, 5), ("interleaved_zero_bubble", 4, 3, 6), ("pipedream_2bw", 4, 2, 6), ("pipedream_2bw", 5, 2, 9)]
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "m"), MANY)
 def test_numbers_of_eight_to_twelve_stages_are_those_of_the_reference(schedule, ranks, chunks, m):
     plan = plan_of(schedule, ranks, chunks, m)

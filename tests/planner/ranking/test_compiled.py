@@ -39,7 +39,7 @@ def compiled_choice(schedule, memory=1e9):
     return compiled(dataclasses.replace(choice, topology=topology), ranked, pipe, batch(8), jax.devices()[0]), pipe
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "pipedream_2bw"])
 def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(schedule, monkeypatch):
     exact, pipe = compiled_choice(schedule)

@@ -150,6 +150,7 @@ def test_early_gradients_with_unequal_replicas_have_the_memory_of_each_rank():
     assert candidate.memory == (max(peaks[:2]), peaks[2], peaks[3])
 
 
+@pytest.mark.slow
 def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monkeypatch):
     two = ["zb_h1", "interleaved_1f1b"]
     whole = find_variants(gpt(6), FAST, 8, schedules=two)

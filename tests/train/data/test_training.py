@@ -58,7 +58,8 @@ def losses(config: Config) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["prompts", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tokens", "masked"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prompts", "masked", pytest.param("tokens", marks=pytest.mark.exhaustive)])
 def test_a_format_trains_through_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))

@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(name, devices, monkeypatch):
     check(all_logits(of_folder(name, devices), golden["tokens"]), golden["logits"])
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -60,6 +60,7 @@ def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
     return np.argmax(applied(stack, stack.ties.split(params), tokens), axis=-1)
 
 
+@pytest.mark.slow
 def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [LAST, 99999]}))
     code, out, err = run(str(folder), "--prompt", "w3 w10 w60", "--prompt", "", "--tokens", "14", "--json")

@@ -59,7 +59,7 @@ def test_the_keys_given_beside_a_preset_replace_its_own():
     assert {"depth", "width", "heads"} <= set(PRESETS["llama-tiny"])  # so the 3 is not a default
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(("compute_dtype", "promotion"), [("float32", "strict"), ("bfloat16", "standard")])
 @pytest.mark.parametrize("keys", [{}, LLAMA], ids=["gpt", "llama"])
 def test_a_symbol_changes_no_logits_before_it(keys, compute_dtype, promotion):

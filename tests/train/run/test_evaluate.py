@@ -103,15 +103,14 @@ def listed(folder: Path):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("plan", "step", "weights"),
     [
         ({}, None, "newest"),
-        pytest.param({"schedule": "gpipe", "replicas": [1, 2]}, 4, "newest", marks=pytest.mark.slow),
-        pytest.param({"num_stages": 1, "microbatches": 4}, 4, "ema", marks=pytest.mark.slow),
-        pytest.param(
-            {"schedule": "pipedream", "num_stages": 3, "microbatches": 4, "replicas": [2, 1, 1]}, 2, "newest", marks=pytest.mark.slow
-        ),
+        ({"schedule": "gpipe", "replicas": [1, 2]}, 4, "newest"),
+        ({"num_stages": 1, "microbatches": 4}, 4, "ema"),
+        ({"schedule": "pipedream", "num_stages": 3, "microbatches": 4, "replicas": [2, 1, 1]}, 2, "newest"),
     ],
 )
 def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weights):
