@@ -95,7 +95,7 @@ OFTEN = {"`adamw`", "`lion`", "`inject_hyperparams`"}
 OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
 
 
-def often(row) -> list[pytest.MarkDecorator]:
+def marks_of(row) -> list[pytest.MarkDecorator]:
     """`make test` has some of the rows, `make test-slow` a third of the others, `make test-all` has them all."""
     if row.name in OFTEN:
         return []
@@ -104,7 +104,7 @@ def often(row) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=often(row)) for row in optimizers.ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks_of(row)) for row in optimizers.ROWS])
 def test_a_row_of_the_tables_is_true(row):
     """It works layer by layer as on the whole model, or is refused with the words of the row."""
     assert optimizers.check(row) == ""

@@ -15,10 +15,7 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "group", ["2", pytest.param("2, others", marks=pytest.mark.exhaustive), pytest.param("4", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("group", ["2", *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4"))])
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     one, each = trained(group, int(group[0]), tmp_path)
     for case, as_case in [(case, case) for case in CASES[group]] + [(case, f"inline {case}") for case in INLINE if case in CASES[group]]:

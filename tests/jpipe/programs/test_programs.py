@@ -101,7 +101,7 @@ def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_r
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=100)
 @given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3), global_norm=st.booleans())
 def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start, global_norm):
     plan = Plan.even(**fields)

@@ -64,7 +64,6 @@ def test_bubbles_are_those_of_the_formulas():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_times():
     """For d = 2, 4 and 8 the least m, 2d - 1, 2d, 3d and 32, with equal times and one draw of others, forwards the longest."""
     draw = random.Random(0)

@@ -62,7 +62,7 @@ TRIED = 2
 """Plans of each schedule that are run, of about 530 legal ones in all."""
 
 
-@pytest.mark.thinned(most=0, most_slow=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [*models.OTHERS, "pipedream", "pipedream_2bw"])
 def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule):
     plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]  # the next test has more stages

@@ -347,7 +347,7 @@ def accepted(monkeypatch) -> list[Config]:
 
 
 @pytest.mark.slow
-@some(300)
+@some(700)
 @examples(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
     overrides=command_lines(),
@@ -368,7 +368,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
 
 
 @pytest.mark.slow
-@some(300)
+@some(700)
 @examples(content=plan_files())
 def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower

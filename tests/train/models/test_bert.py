@@ -25,9 +25,8 @@ def batch(rows: int = 4, masked: int = 3):
     return jax.tree.map(lambda leaf: leaf.astype(np.int32), found)
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(None, marks=[pytest.mark.slow, pytest.mark.exhaustive]), pytest.param(7, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 7])
 def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
     inputs, labels = jax.tree.map(jnp.asarray, batch())
     stack = layers(CONFIG, chunk)
