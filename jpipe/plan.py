@@ -12,11 +12,12 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from jpipe._frozen import FrozenMapping
 from jpipe._html import html_table
 from jpipe.errors import InputError, explain, nearest, short, shortened
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
-__all__ = ["RECOMPUTE", "Predicted", "read_json"]  # the others are in jpipe itself
+__all__ = ["RECOMPUTE", "RULES", "Predicted", "mesh_rules", "read_json"]  # the others are in jpipe itself
 
 FORMAT = "jpipe-plan/1"
 RECOMPUTE = (
@@ -29,9 +30,58 @@ RECOMPUTE = (
 )
 """Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
 
+RULES: Mapping[str, str | None] = {
+    "batch": "data",
+    "embed": None,
+    "mlp": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "vocab": "model",
+}
+"""By logical axis the axis of a stage's mesh over which it is sharded, None: over none. `Plan.rules` adds to these and replaces them."""
+
 
 def _as_int(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
+
+
+def _mesh(value: Any) -> FrozenMapping[int]:
+    sizes = {} if value is None else value
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"expected axes and sizes such as {{'data': 2, 'model': 4}}, found {short(value)}")
+    for axis, size in sizes.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise ValueError(f"expected the name of an axis, such as 'model', found {short(axis)}")
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size <= 65536:
+            raise ValueError(f"expected a size of 1 to 65536 for the axis '{axis}', found {short(size)}")
+    return FrozenMapping({axis: int(size) for axis, size in sizes.items()})
+
+
+def _rules(value: Any) -> FrozenMapping[str | None]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected axes of meshes by logical axis, such as {{'mlp': 'model'}}, found {short(value)}")
+    for name, axis in value.items():
+        if not isinstance(name, str) or not (axis is None or isinstance(axis, str)):
+            raise ValueError(f"expected the axis of a mesh or None for {short(name)}, found {short(axis)}")
+    return FrozenMapping(value)
+
+
+def _param_axes(value: Any) -> FrozenMapping[tuple[str | None, ...]]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected logical axes by pattern, such as {{'*/kernel': ['embed', 'mlp']}}, found {short(value)}")
+    for pattern, axes in value.items():
+        fits = isinstance(axes, (list, tuple)) and all(axis is None or isinstance(axis, str) for axis in axes)
+        if not isinstance(pattern, str) or not fits:
+            raise ValueError(f"expected a list of a logical axis or None for each dim of {short(pattern)}, found {short(axes)}")
+    return FrozenMapping({pattern: tuple(axes) for pattern, axes in value.items()})
+
+
+def _lists(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, list[str | None]]:
+    return {pattern: list(names) for pattern, names in axes.items()}
+
+
+Mesh = Annotated[FrozenMapping[int], pydantic.PlainValidator(_mesh), pydantic.PlainSerializer(dict)]
+"""Sizes by axis."""
 
 
 Int = Annotated[int, pydantic.BeforeValidator(_as_int)]
@@ -45,13 +95,23 @@ class Stage(pydantic.BaseModel):
         layers: ids of the layers, in order, of printable characters; at least one.
         replicas: number of workers that share the stage, 1 by default, at most 65536.
         recompute: one of `RECOMPUTE`, "none" by default.
+        mesh: axes and sizes of the devices of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The axes
+            that the rules of the plan name shard the rows of a microbatch and the weights.
+        fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
     recompute: str = "none"
+    mesh: Mesh = FrozenMapping({})
+    fsdp: bool = False
+
+    @property
+    def devices_each(self) -> int:
+        """How many devices each replica has: the size of its mesh."""
+        return math.prod(self.mesh.values())
 
     @pydantic.field_validator("recompute")
     @classmethod
@@ -114,15 +174,20 @@ class Plan(pydantic.BaseModel):
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
         order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
             of all its stages added up; an order that holds more is refused. None: no limit.
+        rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
+        param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
+            axis or None for each dim. A parameter that matches several has the first.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates a part of the weights, and they send
+            each other what they have updated. False by default.
         placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
-            process; None: in order, as `keep_together` says.
+            process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
         predicted: what a planner expects of the plan; None: it was not asked.
 
     Raises:
         InputError: any part that is wrong, with what was expected.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
     schedule: str
@@ -140,6 +205,11 @@ class Plan(pydantic.BaseModel):
     ranks: Numbers | None = None
     order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     order_limit: Annotated[Int, Field(ge=1)] | None = None
+    rules: Annotated[FrozenMapping[str | None], pydantic.PlainValidator(_rules), pydantic.PlainSerializer(dict)] = FrozenMapping({})
+    param_axes: Annotated[FrozenMapping[tuple[str | None, ...]], pydantic.PlainValidator(_param_axes), pydantic.PlainSerializer(_lists)] = (
+        FrozenMapping({})
+    )
+    shard_optimizer: bool = False
     placement: Numbers | None = None
     predicted: Predicted | None = None
 
@@ -163,6 +233,7 @@ class Plan(pydantic.BaseModel):
         _check_layers(self.stages)
         _check_ranks(self)
         _check_per_rank(self)
+        _check_meshes(self)
         _check_options(self)
         _check_microbatches(self)
         if reason := SCHEDULES[self.schedule].refuses(self):
@@ -248,6 +319,8 @@ class Plan(pydantic.BaseModel):
         replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
         chunks_per_rank: SupportsIndex | None = None,
         recompute: str | Sequence[str] = "none",
+        mesh: Mapping[str, SupportsIndex] | Sequence[Mapping[str, SupportsIndex]] | None = None,
+        fsdp: bool = False,
         **fields: Any,
     ) -> "Plan":
         """A plan whose stages hold equally many layers (the first ones take the remainder).
@@ -261,6 +334,8 @@ class Plan(pydantic.BaseModel):
             chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
                 stages are a multiple of it.
             recompute: a policy for all stages, or one for each.
+            mesh: axes and sizes of the devices of every stage, or of each; None: one device.
+            fsdp: for all stages, as in `Stage`.
             fields: the other fields of `Plan`.
 
         Raises:
@@ -278,28 +353,37 @@ class Plan(pydantic.BaseModel):
             raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
         policies = _for_each(recompute, str, num_stages, "recompute")
         counts = _for_each(replicas, (int, np.integer), num_stages, "replicas")
-        for what, found in (("recomputation policy", policies), ("number of replicas", counts)):
+        meshes = _for_each({} if mesh is None else mesh, Mapping, num_stages, "mesh")
+        for what, found in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
             if len(found) != num_stages:
                 raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(found)}")
         size, rest = divmod(len(layers), num_stages)
         starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
         stages = [
-            {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy}
-            for a, b, count, policy in zip(starts, starts[1:], counts, policies, strict=False)  # the last start is an end only
+            {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
+            for a, b, count, policy, sizes in zip(
+                starts, starts[1:], counts, policies, meshes, strict=False
+            )  # the last start is an end only
         ]
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = _even_ranks(schedule, num_stages, len(layers), chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
 
     def __repr__(self) -> str:
-        stages = shortened([f"[{shortened(s.layers)}]" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in self.stages])
+        stages = shortened(
+            [f"[{shortened(s.layers)}]{_mesh_text(s)}" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in self.stages]
+        )
         return f"Plan({self.schedule}, {self.microbatches} microbatches, {self.depth} stages: {stages}{self._options()})"
 
     __str__ = __repr__
 
     def _options(self) -> str:
         special = (name for name, field in Plan.model_fields.items() if not field.is_required() and getattr(self, name) != field.default)
-        return "".join(f", {name}={getattr(self, name)!r}" for name in special if name not in ("placement", "predicted", "order"))
+        return "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name in special
+            if name not in ("placement", "predicted", "order", "rules", "param_axes")
+        )
 
     def _repr_html_(self) -> str:
         if self.placement is None:
@@ -379,6 +463,41 @@ def _check_ranks(plan: Plan) -> None:
             raise ValueError(f"ranks.{p}: {expected}; give these stages the same replicas, or put them on different ranks")
 
 
+def _check_meshes(plan: Plan) -> None:
+    """Refuse meshes that nothing is sharded over, different ones on a rank, and rules for meshes that there are not."""
+    axes = {axis for stage in plan.stages for axis in stage.mesh}
+    rules = mesh_rules(plan)
+    for s, stage in enumerate(plan.stages):
+        for axis in stage.mesh:
+            if axis not in rules.values():
+                named = ", ".join(sorted({f"'{name}'" for name in rules.values() if name is not None}))
+                raise ValueError(
+                    f"stages.{s}.mesh: expected axes that the rules name, {named}, found '{axis}', over which nothing would be sharded; "
+                    f"rename it, or add a rule such as {{'mlp': '{axis}'}}"
+                )
+        if stage.fsdp and rules["batch"] not in stage.mesh:
+            expected = f"a mesh with the axis '{rules['batch']}', over which the rows are sharded"
+            raise ValueError(f"stages.{s}.fsdp: expected {expected}, found {dict(stage.mesh)}; add it, or remove fsdp")
+    for name, found in plan.rules.items():
+        if found is not None and found not in axes:
+            meshes = ", ".join(f"'{axis}'" for axis in sorted(axes)) or "no mesh"
+            raise ValueError(
+                f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{found}'; remove the rule or add the axis"
+            )
+    for p, stages in enumerate(plan.rank_stages):
+        if len({(plan.stages[s].mesh, plan.stages[s].fsdp) for s in stages}) > 1:
+            found_meshes = [dict(plan.stages[s].mesh) for s in stages]
+            expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
+            raise ValueError(f"ranks.{p}: expected {expected}, found {found_meshes}; they take turns on its devices")
+    if plan.shard_optimizer and max(plan.replicas) == 1:
+        raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
+
+
+def mesh_rules(plan: Plan) -> dict[str, str | None]:
+    """By logical axis the axis of a mesh over which it is sharded, None for none: `RULES`, and the plan's own."""
+    return {**RULES, **plan.rules}
+
+
 def _check_per_rank(plan: Plan) -> None:
     """Refuse a placement or a prediction of other ranks."""
     of = "stages" if plan.depth == len(plan.rank_stages) else "ranks"
@@ -421,6 +540,12 @@ def _check_microbatches(plan: Plan) -> None:
         )
 
 
+def _mesh_text(stage: Stage) -> str:
+    """The mesh of a stage in a few words, after a space; nothing where it has none."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
+    return f" on ({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else ""
+
+
 def html_of_plan(plan: Plan, name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
     """The stages of a plan as a table for a notebook, the rest in its caption.
 
@@ -432,8 +557,20 @@ def html_of_plan(plan: Plan, name: str, facts: str = "", devices: Sequence[str] 
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{plan._options()}{facts}"
     shares = plan.depth > len(plan.rank_stages)
-    head = ["stage", "layers", "replicas", "recompute", *(("rank",) if shares else ()), *(() if devices is None else ("devices",))]
+    meshes = any(stage.mesh for stage in plan.stages)
+    head = [
+        "stage",
+        "layers",
+        "replicas",
+        "recompute",
+        *(("mesh",) if meshes else ()),
+        *(("rank",) if shares else ()),
+        *(() if devices is None else ("devices",)),
+    ]
     rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
+    if meshes:
+        for row, stage in zip(rows, plan.stages, strict=True):
+            row.append(_mesh_text(stage).strip() or "–")
     if shares:
         for row, workers in zip(rows, plan.stage_workers, strict=True):
             row.append(shortened([str(plan.rank_of[w]) for w in workers]))

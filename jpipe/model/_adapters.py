@@ -109,10 +109,13 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
     # Linen refuses an argument where the attribute of the same name is set: that one decides.
     call = functools.partial(type(module).__call__, module)
     mode = _modes(layer_id, call, lambda parameter: getattr(module, parameter.name, None) is not None)
+    axes: dict[str, tuple[str | None, ...]] = {}
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        state = dict(module.init(keys, x, **mode(True)))
+        boxed = dict(module.init(keys, x, **mode(True)))
+        axes.update(_axes(boxed.get("params", {})))
+        state = linen.meta.unbox(boxed)
         params = state.pop("params", {})
         if not state:
             return params, state
@@ -136,4 +139,10 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
             ) from error
 
     # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
-    return Layer(init, apply, stochastic=bool(mode(True)), owner=module)
+    return Layer(init, apply, stochastic=bool(mode(True)), owner=module, axes=axes)
+
+
+def _axes(params: Tree) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes that a Linen module names (`linen.with_partitioning`), by path."""
+    boxes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, linen.Partitioned))[0]
+    return {"/".join(str(key.key) for key in path): tuple(box.names) for path, box in boxes if isinstance(box, linen.Partitioned)}

@@ -1,7 +1,7 @@
 """A layer as two pure functions, and the shapes and dtypes around it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,12 +23,15 @@ class Layer:
             unless `stochastic`; `train` is False in evaluation.
         stochastic: whether `apply` draws random numbers in training (dropout).
         owner: the object whose reuse in a second layer would mean shared parameters, if any.
+        axes: the logical axis of each dim, or None, of the parameters that have some, by the keys on the way to each, joined by "/"; for
+            stages on meshes. Layers made of Flax modules fill it in while `init` is traced.
     """
 
     init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
     apply: Callable[[Tree, Tree, Tree, jax.Array | None, bool], tuple[Tree, Tree]]
     stochastic: bool = False
     owner: Any = None
+    axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class LayerSpec:
         params: its parameters.
         state: its state.
         output: its output.
+        axes: as in `Layer`.
     """
 
     x: Tree
     params: Tree
     state: Tree
     output: Tree
+    axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
 
 def key_spec() -> jax.ShapeDtypeStruct:

@@ -50,7 +50,7 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
     # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
     mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)
     functions = _Functions(layer_id, constructor, graphs, mode, *specs)
-    return Layer(functions.init, functions.apply, stochastic=bool(jax.tree.leaves(functions.rng_specs)))
+    return Layer(functions.init, functions.apply, stochastic=bool(jax.tree.leaves(functions.rng_specs)), axes=_axes(specs[0]))
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,17 @@ class _Functions:
         ]
 
 
+def _axes(params: Any) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes that a module names (`nnx.with_partitioning`), by path."""
+    named = jax.tree_util.tree_flatten_with_path(
+        nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec)
+    )[0]
+    return {"/".join(str(key.key) for key in path): tuple(spec) for path, spec in named if spec}
+
+
 def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.Module:
-    module = constructor(rngs=nnx.Rngs(key))
+    with nnx.use_eager_sharding(False):  # jpipe shards: modules only name logical axes
+        module = constructor(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
     _mark_arrays(module)

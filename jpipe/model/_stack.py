@@ -191,7 +191,7 @@ class LayerStack:
         _refuse_untrainable(layer_id, params)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
-        return LayerSpec(x, params, state, y)
+        return LayerSpec(x, params, state, y, dict(layer.axes))
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:
@@ -229,7 +229,8 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
             continue
 
         def record(key: jax.Array, layer_id: str = layer_id, layer: Any = layer) -> None:
-            module = layer(rngs=nnx.Rngs(key))
+            with nnx.use_eager_sharding(False):
+                module = layer(rngs=nnx.Rngs(key))
             alive.append(module)
             for path, node in nnx.iter_graph(module):
                 if not isinstance(node, nnx.Param):

@@ -1,0 +1,35 @@
+"""A mapping that cannot change, and so can be hashed: plans hold them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class FrozenMapping(Mapping[str, Value], Generic[Value]):
+    """Names and values in the order in which they were given, which counts when two are compared.
+
+    Args:
+        items: a mapping whose values can be hashed.
+    """
+
+    def __init__(self, items: Mapping[str, Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Mapping) and tuple(self._items.items()) == tuple(other.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
