@@ -33,3 +33,6 @@ class FrozenMapping(Mapping[str, Value], Generic[Value]):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+NOTHING: FrozenMapping[Any] = FrozenMapping({})

@@ -31,16 +31,18 @@ from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import Evaluation, Metrics
-from jpipe.runtime._placement import checked_devices, device_names, place
+from jpipe.runtime._placement import checked_devices, place, place_names, places_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, count_microbatches, microbatch_spec, rows_of
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledStage, compile_initializers, compile_start, temporary_bytes
+from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
+from jpipe.stages._place import Place
 
 Tree = Any
 
@@ -59,8 +61,9 @@ class Pipeline:
             its total weight, so microbatches with padding or masks count for what they hold.
         optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
             does not is detected and rejected by `init`.
-        devices: where the ranks run, one for each, in order; by default the plan's placement among the devices of all processes,
-            several neighbouring ranks to a device where there are too few. (Without chunks a rank is a stage, or a replica of it.)
+        devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
+            among the devices of all processes, several neighbouring ranks to a device where there are too few. (Without chunks a rank is
+            a stage, or a replica of it.)
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
             each update is made when it arrives.
@@ -124,10 +127,7 @@ class Pipeline:
         return f"Pipeline({self.plan!r}{self._facts()})"
 
     def _repr_html_(self) -> str:
-        devices = None  # before it is compiled, they may not be there
-        if self._executor is not None:
-            names = device_names(self.devices)
-            devices = [names[device] for device in self.devices]
+        devices = None if self._executor is None else place_names(self.places)  # before it is compiled, they may not be there
         return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
 
     def _facts(self) -> str:
@@ -196,7 +196,7 @@ class Pipeline:
         given = given_params({} if params is None else params, specs)
         self.stack.ties.check_given(given)
         executor = self._compile(batch)
-        places = [(layer_id, stage.device) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
+        places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
 
@@ -221,7 +221,7 @@ class Pipeline:
         key = as_key(key)
         executor = self._compile(batch)
         workers = [
-            restored_worker(self.plan, w, stage.functions, layers, at, key, stage.device, fresh_optimizer)
+            restored_worker(self.plan, w, stage.functions, layers, at, key, stage.place, fresh_optimizer)
             for w, stage in executor.stages.items()
         ]
         return self._start(executor, workers, at)
@@ -240,7 +240,7 @@ class Pipeline:
         """
         functions = self._functions(batch)
         for w, (s, _) in enumerate(self.plan.workers):
-            if self.devices[w].process_index == jax.process_index():
+            if self.places[w].process_index == jax.process_index():
                 fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
 
     def snapshot(self, batch: int) -> Snapshot:
@@ -368,35 +368,46 @@ class Pipeline:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
-        once `init` has compiled, or with `compiled_for`.
+        once `init` has compiled, or with `compiled_for`. Of a stage on a mesh the bytes are those of each of its devices. How XLA shards
+        what stays from a forward to its backward is then known, too; before, it counts as sharded over the rows alone.
 
         Args:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
-            compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries.
+            compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
+                for the first devices of its kind.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
         """
         functions = self._functions(batch)
         splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
-        costs = [measure_bytes(f, f.stage.recompute != "none", own) for f, own in zip(functions, splits, strict=True)]
+        compiled: dict[int, CompiledStage] = {}
+        for w, stage in {} if self._executor is None else self._executor.stages.items():
+            compiled[self.plan.workers[w][0]] = stage
+        if compiled_for is not None:
+            places = places_on(compiled_for, [f.partition.mesh for f in functions])
+            compiled = dict(enumerate(compile_stages(self.plan, functions, self._steps.verified_runs, places)))
+        chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
+        recompute = [f.stage.recompute != "none" for f in functions]
+        costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         for stages in self.plan.rank_stages:
             for s in stages:
                 if s + 1 in stages:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
                     costs[s + 1] = dataclasses.replace(costs[s + 1], passed=passed)
-        for w, stage in {} if self._executor is None else self._executor.stages.items():
-            s = self.plan.workers[w][0]
+        for s, stage in compiled.items():
             costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
-        if compiled_for is not None:
-            sizes = temporary_bytes(self.plan, functions, self._steps.verified_runs, compiled_for)
-            costs = [dataclasses.replace(cost, temporary=size) for cost, size in zip(costs, sizes, strict=True)]
         return tuple(costs)
 
     @cached_property
-    def devices(self) -> tuple[jax.Device, ...]:
-        """The device of each worker."""
+    def places(self) -> tuple[Place, ...]:
+        """Where each worker computes: its device, or the devices of its mesh."""
         return place(self.plan, self._given_devices)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of each worker, of a mesh the first one."""
+        return tuple(place.first for place in self.places)
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
@@ -405,7 +416,7 @@ class Pipeline:
 
     def _compile(self, batch: Batch) -> Executor:
         spec = microbatch_spec(batch, self.plan.microbatches)
-        return Executor(self.plan, self._steps, self._builder.build(spec), spec, self.devices, join_processes())
+        return Executor(self.plan, self._steps, self._builder.build(spec), spec, self.places, join_processes())
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
         """The state of a run that begins with `batch`; all processes are ready for it."""
@@ -425,19 +436,19 @@ class Pipeline:
 
 
 def _fresh_worker(
-    stage: CompiledStage, initializers: Mapping[tuple[str, jax.Device], jax.stages.Compiled], key: jax.Array, given: Tree
+    stage: CompiledStage, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
 ) -> WorkerState:
     """A worker before batch 0, with the parameters that are given and fresh ones for the others."""
-    f, params, state = stage.functions, {}, {}
+    f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
     for layer_id in _initialized_at(stage):
-        fresh, state[layer_id] = initializers[layer_id, stage.device](jax.device_put(f.stack.init_key(layer_id, key), stage.device))
-        params[layer_id] = jax.tree.map(partial(_given_or_fresh, stage.device), given[layer_id], fresh)
-    entries = f.stack.ties.split(params, f.stage.layers)
-    version, optimizer, accumulators = jax.device_put(compile_start(f, stage.device)(entries), stage.device)
-    state = {layer_id: state[layer_id] for layer_id in f.stage.layers}
+        fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
+        params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
+    entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
+    version, optimizer, accumulators = compile_start(f, stage.place)(entries)
+    state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
-    scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.device)
-    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.device), scales)
+    scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
+    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.place.sharding()), scales)
 
 
 def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:

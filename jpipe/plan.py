@@ -12,7 +12,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jpipe._frozen import FrozenMapping
+from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe._html import html_table
 from jpipe.errors import InputError, explain, nearest, short, shortened
 from jpipe.schedules import SCHEDULES, Ranks, arranged
@@ -105,7 +105,7 @@ class Stage(pydantic.BaseModel):
     layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
     recompute: str = "none"
-    mesh: Mesh = FrozenMapping({})
+    mesh: Mesh = NOTHING
     fsdp: bool = False
 
     @property
@@ -205,7 +205,7 @@ class Plan(pydantic.BaseModel):
     ranks: Numbers | None = None
     order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     order_limit: Annotated[Int, Field(ge=1)] | None = None
-    rules: Annotated[FrozenMapping[str | None], pydantic.PlainValidator(_rules), pydantic.PlainSerializer(dict)] = FrozenMapping({})
+    rules: Annotated[FrozenMapping[str | None], pydantic.PlainValidator(_rules), pydantic.PlainSerializer(dict)] = NOTHING
     param_axes: Annotated[FrozenMapping[tuple[str | None, ...]], pydantic.PlainValidator(_param_axes), pydantic.PlainSerializer(_lists)] = (
         FrozenMapping({})
     )

@@ -17,11 +17,13 @@ from jpipe.runtime._interpreter import Found, Observer, read_data, run
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._state import State, WorkerState, fingerprint
-from jpipe.runtime._transport import Transport, to_host
+from jpipe.runtime._transport import Sent, Transport, to_host
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, rows_of
-from jpipe.stages._compile import CompiledStage, compile_workers, reduced_spec, with_metrics
+from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
+from jpipe.stages._place import Place
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -37,7 +39,7 @@ class Executor:
         steps: its programs.
         functions: the functions of each stage.
         spec: shapes and dtypes of one microbatch.
-        devices: the device of each worker.
+        places: where each worker computes.
         processes: the processes of the run, if there are several.
 
     Attributes:
@@ -53,18 +55,21 @@ class Executor:
         steps: Steps,
         functions: Sequence[StageFunctions],
         spec: Batch,
-        devices: Sequence[jax.Device],
+        places: Sequence[Place],
         processes: Processes | None,
     ) -> None:
         self.functions, self.spec = functions, spec
         self._plan, self._steps, self._processes = plan, steps, processes
-        own = {w: (functions[s], devices[w]) for w, (s, _) in enumerate(plan.workers) if devices[w].process_index == jax.process_index()}
+        own = {w: (functions[s], places[w]) for w, (s, _) in enumerate(plan.workers) if places[w].process_index == jax.process_index()}
         self.stages = compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions])
-        self._transport = Transport(devices, plan.stage_workers, processes)
-        self._transport.compile(_sends(plan, functions, steps.verified_runs), _replica_sums(plan, functions))
-        self._exchange = MetricsExchange(plan, devices, processes, functions[0].global_norm, functions[0].scale_spec is not None)
+        arrays = [Arrays(functions[s], places[w]) for w, (s, _) in enumerate(plan.workers)]
+        self._transport = Transport(places, plan.stage_workers, processes)
+        self._transport.compile(_sends(plan, arrays, steps.verified_runs), _replica_sums(plan, arrays), _loads(own, arrays))
+        self._exchange = MetricsExchange(
+            plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
+        )
         self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of metrics
-        self.fingerprint = fingerprint(plan, devices, spec, functions)
+        self.fingerprint = fingerprint(plan, places, spec, functions)
 
     def connect(self) -> None:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
@@ -201,31 +206,39 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
     return dict(zip(("inputs", "labels"), to_host(batch), strict=True))
 
 
-def _sends(plan: Plan, functions: Sequence[StageFunctions], runs: Iterable[Program]) -> list[tuple[Send, Tree]]:
-    """One send of each kind between each pair of workers, with the shapes of its message."""
-    number = jax.ShapeDtypeStruct((), functions[0].loss_dtype)
-    specs: dict[tuple[int, str], Tree] = {}
-    for s, f in enumerate(functions):
-        specs[s, "gradient"] = floats_of(f.specs.x), number
-        specs[s, "norm"] = f.norm_spec
-        specs[s, "squares"] = f.squares_spec([len(later.counted) for later in functions[s:]])
-        if not f.last:
-            specs[s, "activation"] = functions[s + 1].specs.x
+def _sends(plan: Plan, arrays: Sequence[Arrays], runs: Iterable[Program]) -> list[Sent]:
+    """One send of each kind between each pair of workers, with what it moves; `arrays` are those of each worker."""
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)
     sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
     kinds = {(i.worker, i.to, i.message): i for i in sends}
 
-    def spec(i: Send) -> Tree:
-        s = plan.workers[i.worker][0]
-        if i.message != "shared":
-            return specs[s, i.message]
-        return functions[s].shared_with(plan.workers[i.to][0], functions[s].accumulators_spec["gradients"])
+    def sent(i: Send) -> Sent:
+        source, to = arrays[i.worker], arrays[i.to]
+        s, other = plan.workers[i.worker][0], plan.workers[i.to][0]
+        match i.message:
+            case "activation":
+                return Sent(i, source.outputs, to.x)
+            case "gradient":
+                return Sent(i, source.gradient, to.message)
+            case "norm":
+                return Sent(i, source.norm, to.norm)
+            case "squares":
+                squares = source.functions.squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
+                return Sent(i, source.whole(squares), to.whole(squares))
+        gradients = source.accumulators["gradients"], to.accumulators["gradients"]
+        return Sent(i, *(source.functions.shared_with(other, own) for own in gradients))
 
-    return [(i, spec(i)) for _, i in sorted(kinds.items())]
+    return [sent(i) for _, i in sorted(kinds.items())]
 
 
-def _replica_sums(plan: Plan, functions: Sequence[StageFunctions]) -> list[tuple[int, Tree]]:
-    """What the replicas of each stage sum, as (first replica, shapes)."""
-    replicated = [(plan.stage_workers[s][0], f) for s, f in enumerate(functions) if f.stage.replicas > 1]
-    sums: list[tuple[int, Tree]] = [(first, reduced_spec(f)) for first, f in replicated]
-    return sums + [(first, floats_of(f.specs.state)) for first, f in replicated if f.averages_when_read]
+def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
+    """What the replicas of each stage sum, as (first replica, specs of what it has)."""
+    replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
+    sums: list[tuple[int, Tree]] = [(first, a.reduced) for first, a in replicated]
+    return sums + [(first, floats_of(a.state)) for first, a in replicated if a.functions.averages_when_read]
+
+
+def _loads(own: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
+    """The shardings of what the workers of this process load."""
+    found = {(w, name): tree for w in own for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
+    return {key: shardings_of(tree) for key, tree in found.items()}

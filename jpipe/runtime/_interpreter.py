@@ -204,7 +204,7 @@ class _Worker:
         return self.functions.average_state == "update"
 
     def load(self, i: Load, data: Tree) -> None:
-        self.held.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, data)
+        self.held.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, i.data, data)
 
     def forward(self, i: Forward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift

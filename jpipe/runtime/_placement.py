@@ -1,52 +1,118 @@
-"""The device of each worker, and the placement as text."""
+"""Where each worker computes, and the placement as text."""
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
-from jpipe.errors import InputError, short
+from jpipe._frozen import FrozenMapping
+from jpipe.errors import InputError, short, shortened
 from jpipe.plan import Plan
+from jpipe.stages._place import Place
 
 
-def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[jax.Device, ...]:
-    """The device of each worker, which is that of its rank.
+def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
+    """Where each worker computes, which is where its rank does.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.
-        devices: one for each rank, in their order. None: all devices of all processes, by process; if there are fewer devices than
-            ranks, neighbouring ranks share one.
+        devices: one for each rank, in their order, or as many as its mesh has. None: all devices of all processes, by process; if there
+            are fewer devices than ranks need, neighbouring ranks share them.
 
     Raises:
-        InputError: the number of devices does not fit (the message lists workers and devices), or they are of different kinds.
+        InputError: the number of devices does not fit (the message lists workers and devices), they are of different kinds, or a mesh has
+            devices of several processes.
     """
-    of_ranks = _place_ranks(plan, devices)
-    return _one_kind(plan, tuple(of_ranks[rank] for rank in plan.rank_of))
+    sizes = [plan.stages[plan.rank_stages[p][0]].devices_each for p, _ in plan.rank_places]
+    of_ranks = _place_ranks(plan, sizes, devices)
+    _check_apart(plan, of_ranks)
+    meshes = [FrozenMapping({axis: size for axis, size in stage.mesh.items() if size > 1}) for stage in plan.stages]
+    return _one_kind(plan, tuple(Place(of_ranks[rank], meshes[s]) for rank, (s, _) in zip(plan.rank_of, plan.workers, strict=True)))
 
 
-def _place_ranks(plan: Plan, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    count = len(plan.rank_workers)
+def places_on(device: jax.Device, meshes: Sequence[FrozenMapping[int]]) -> list[Place]:
+    """A place for each of these meshes, on this device, or on the first ones of its kind in this process.
+
+    Raises:
+        InputError: there are not so many.
+    """
+    found, here = [], [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
+    for mesh in meshes:
+        size = math.prod(mesh.values())
+        if size > len(here):
+            raise InputError(
+                f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(here)}; on CPUs "
+                f"jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
+            )
+        found.append(Place(tuple(here[:size]), mesh) if mesh else Place((device,)))
+    return found
+
+
+def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:
+    """The devices of each rank, which needs so many."""
     if devices is not None:
-        if len(devices) != count:
-            each = "stage" if count == plan.depth == len(plan.workers) else "rank"
-            raise InputError(f"devices: expected {count}, one for each {each}, found {len(devices)}")
-        return devices
+        if len(devices) != sum(sizes):
+            each = "stage" if len(sizes) == plan.depth == len(plan.workers) else "rank"
+            per = f"one for each {each}" if max(sizes) == 1 else f"{shortened([str(size) for size in sizes])} for the meshes of the {each}s"
+            raise InputError(f"devices: expected {sum(sizes)}, {per}, found {len(devices)}")
+        rest = iter(devices)
+        return [tuple(itertools.islice(rest, size)) for size in sizes]
     everywhere = _everywhere()
     if plan.placement is not None:
-        numbers = [number for ranks in plan.placement for number in ranks]
-        if max(numbers) >= len(everywhere):
+        firsts = [number for ranks in plan.placement for number in ranks]
+        last = max(first + size - 1 for first, size in zip(firsts, sizes, strict=True))
+        if last >= len(everywhere):
             found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1}); name one of them"
-            raise InputError(f"plan: placement names device {max(numbers)}, but {found}", *_both_grids(plan, everywhere))
-        return [everywhere[number] for number in numbers]
-    processes = jax.process_count()
-    if processes > 1 and count < len(everywhere):
+            raise InputError(f"plan: placement names device {last}, but {found}", *_both_grids(plan, everywhere))
+        return [tuple(everywhere[first : first + size]) for first, size in zip(firsts, sizes, strict=True)]
+    return _place_in_order(plan, sizes, everywhere)
+
+
+def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
+    """The devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
+    processes, needed = jax.process_count(), sum(sizes)
+    if processes > 1 and needed < len(everywhere):
+        ranks = f"{len(sizes)} ranks" if max(sizes) == 1 else f"{len(sizes)} ranks on {needed} devices"
         raise InputError(
-            f"plan: expected at least as many ranks as devices in a run of {processes} processes, found {count} ranks for "
-            f"{len(everywhere)} devices; change stages, replicas or the number of processes, or name the devices in placement",
+            f"plan: expected at least as many ranks as devices in a run of {processes} processes, found {ranks} for "
+            f"{len(everywhere)} devices; change stages, replicas, meshes or the number of processes, or name the devices in placement",
             *_both_grids(plan, everywhere),
         )
-    placed = {rank: everywhere[n * min(len(everywhere), count) // count] for n, rank in enumerate(plan.placing_order)}
-    return [placed[rank] for rank in range(count)]
+    if needed <= len(everywhere):
+        starts = dict(zip(plan.placing_order, itertools.accumulate([0, *(sizes[rank] for rank in plan.placing_order)]), strict=False))
+        return [tuple(everywhere[starts[rank] : starts[rank] + size]) for rank, size in enumerate(sizes)]
+    size, count = max(sizes), len(sizes)
+    groups = len(everywhere) // size
+    if len(set(sizes)) > 1 or groups == 0:
+        raise InputError(
+            f"plan: expected {needed} devices for the meshes of its ranks, {shortened([str(size) for size in sizes])}, found "
+            f"{len(everywhere)}; ranks share devices only where all meshes have one size; use smaller meshes, or fewer stages",
+            *_both_grids(plan, everywhere),
+        )
+    placed = {rank: n * min(groups, count) // count * size for n, rank in enumerate(plan.placing_order)}
+    return [tuple(everywhere[placed[rank] : placed[rank] + size]) for rank in range(count)]
+
+
+def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None:
+    """Refuse meshes over several processes, and ranks that share some of their devices but not all."""
+    names = device_names([device for devices in of_ranks for device in devices])
+    owner: dict[jax.Device, tuple[jax.Device, ...]] = {}
+    for rank, devices in enumerate(of_ranks):
+        processes = sorted({device.process_index for device in devices})
+        if len(processes) > 1 or len(set(devices)) < len(devices):
+            shown = ", ".join(f"{names[device]} of process {device.process_index}" for device in devices)
+            raise InputError(
+                f"plan: expected {len(devices)} different devices of one process for the mesh of rank {rank}, found {shown}; a stage's "
+                "collectives would cross the network once a layer: use a mesh that divides the devices of a process, or another placement"
+            )
+        for device in devices:
+            if owner.setdefault(device, devices) != devices:
+                raise InputError(
+                    f"plan: expected ranks that have the same devices or none in common, found {names[device]} in two meshes; "
+                    "name the first device of each mesh in placement so that they do not overlap"
+                )
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
@@ -64,18 +130,18 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
     return found
 
 
-def placement_grid(plan: Plan, devices: Sequence[jax.Device]) -> str:
+def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
     """The placement as text: a row for each stage, a column for each replica, with the numbers of worker (`w`) and process (`p`).
 
     Devices have the numbers that `placement` uses, counted over all processes.
 
     Args:
         plan: the plan.
-        devices: the device of each worker, from `place`.
+        places: where each worker computes, from `place` (`Pipeline.places`).
     """
-    several = len({device.process_index for device in devices}) > 1
-    names = device_names(devices)
-    cells = [f"w{w} {f'p{device.process_index} ' if several else ''}{names[device]}" for w, device in enumerate(devices)]
+    several = len({place.process_index for place in places}) > 1
+    prefixes = [f"p{place.process_index} " if several else "" for place in places]
+    cells = [f"w{w} {prefix}{name}" for w, (prefix, name) in enumerate(zip(prefixes, place_names(places), strict=True))]
     rows = [[cells[w] for w in workers] for workers in plan.stage_workers]
     columns = max(len(row) for row in rows)
     table = [["", *(f"replica {r}" for r in range(columns))], *([f"stage {s}", *row] for s, row in enumerate(rows))]
@@ -94,7 +160,21 @@ def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
 
-def _one_kind(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
+def place_names(places: Sequence[Place]) -> list[str]:
+    """Each place in a few words: `cpu:3`, or `cpu:0-3 (data 2, model 2)`."""
+    names = device_names([device for place in places for device in place.devices])
+    found = []
+    for place in places:
+        numbers = [names[device].partition(":")[2] for device in place.devices]
+        follow = [int(number) - i for i, number in enumerate(numbers)]
+        shown = f"{numbers[0]}-{numbers[-1]}" if len(set(follow)) == 1 else ",".join(numbers)
+        mesh = ", ".join(f"{axis} {size}" for axis, size in place.mesh.items())
+        found.append(f"{place.first.platform}:{shown} ({mesh})" if mesh else names[place.first])
+    return found
+
+
+def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
+    devices = [device for place in places for device in place.devices]
     kinds = {device.device_kind: device for device in reversed(devices)}
     if len(kinds) > 1:
         found = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))
@@ -103,9 +183,9 @@ def _one_kind(plan: Plan, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, 
     if idle and jax.process_count() > 1:
         raise InputError(
             f"plan: expected a worker in every process, found none in process {min(idle)}; place one there, or start fewer processes",
-            *placement_grid(plan, devices).splitlines(),
+            *placement_grid(plan, places).splitlines(),
         )
-    return devices
+    return places
 
 
 def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:

@@ -17,7 +17,9 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._functions import StageFunctions, floats_of, with_floats
+from jpipe.stages._place import Place
 
 Tree = Any
 
@@ -238,7 +240,7 @@ def fitting(
 
 
 def restored_worker(
-    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, device: jax.Device, fresh: bool
+    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, place: Place, fresh: bool
 ) -> WorkerState:
     """A worker before `batch` with nothing in flight, with the arrays of a snapshot.
 
@@ -249,7 +251,7 @@ def restored_worker(
         layers: as in `fitting`.
         batch: the first batch of the restored run.
         key: the random key of the run.
-        device: the worker's device.
+        place: where the worker computes.
         fresh: begin with new optimizer state.
 
     Raises:
@@ -266,10 +268,13 @@ def restored_worker(
             else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
             for layer_id, params in newest.items()
         }
-        optimizer = jax.jit(f.init_optimizer)(jax.device_put(precise, device))  # they may come from several devices
-    accumulators = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), f.accumulators_spec)
-    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, _restored_scales(f, layers, versions)), device)
+        placed = jax.device_put(precise, shardings_of(place.specs(precise, f.partition.of_params(precise))))
+        optimizer = jax.jit(f.init_optimizer)(placed)
+    accumulators = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), f.accumulators_spec)
+    scales, a = _restored_scales(f, layers, versions), Arrays(f, place)
+    specs: Tree = dict.fromkeys(versions, a.params), a.optimizer, a.state, a.accumulators, {}, a.whole(key), dict.fromkeys(scales, a.scale)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
+    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, scales), shardings_of(specs))
     return WorkerState(*jax.tree.map(jnp.copy, placed))
 
 

@@ -14,6 +14,7 @@ from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.stages._batch import Batch
 from jpipe.stages._functions import StageFunctions
+from jpipe.stages._place import Place
 
 Tree = Any
 Fingerprint = tuple[tuple[str, str], ...]
@@ -113,12 +114,12 @@ class State:
         return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
 
 
-def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, functions: Sequence[StageFunctions]) -> Fingerprint:
+def fingerprint(plan: Plan, places: Sequence[Place], spec: Batch, functions: Sequence[StageFunctions]) -> Fingerprint:
     """Everything that determines the content of a state, by name.
 
     Args:
         plan: the plan of the pipeline.
-        devices: the device of each worker.
+        places: where each worker computes.
         spec: shapes and dtypes of a microbatch.
         functions: the functions of each stage.
     """
@@ -132,7 +133,8 @@ def fingerprint(plan: Plan, devices: Sequence[jax.Device], spec: Batch, function
         *stages,
         recompute,
         ("updates", "with the global norm" if functions[0].global_norm else "without the global norm"),
-        ("devices", ", ".join(map(str, devices))),
+        ("devices", ", ".join(str(device) for place in places for device in place.devices)),
+        ("meshes", ", ".join(f"{dict(stage.mesh)}{' fsdp' * stage.fsdp}" for stage in plan.stages)),
         ("microbatch", describe(spec)),
         ("microbatch in full", _shapes(spec)),
         ("precision", str(functions[0].precision)),

@@ -21,6 +21,7 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES, Op
+from jpipe.stages._partition import shard_bytes
 
 _OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
 
@@ -165,7 +166,7 @@ class _Watcher:
                 instruction, done, dispatched, sample = item
                 done.block_until_ready()
                 end = time.perf_counter() - self._began
-                (device,) = done.devices()
+                device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
                 self.computations.append(_Computation(instruction, device, dispatched, end))
                 self._samples.append(sample._replace(time=end))
         except Exception as error:  # `finish` raises it
@@ -177,7 +178,7 @@ class _Watcher:
         named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *state.versions.items()
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
-                sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+                sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
         weights = {version: sizes[version] for version in sorted(state.versions)}
         accumulators = sizes["accumulators"] if state.accumulators is not None else 0
         self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
@@ -234,7 +235,7 @@ class _Buffers:
             for leaf, size in held.pop(name):
                 self._count(leaf, size, name[0], -1)
         for name in buffers.keys() - held.keys():
-            held[name] = [(id(leaf), leaf.nbytes) for leaf in jax.tree.leaves(buffers[name])]
+            held[name] = [(id(leaf), _on_each_device(leaf)) for leaf in jax.tree.leaves(buffers[name])]
             for leaf, size in held[name]:
                 self._count(leaf, size, name[0], 1)
 
@@ -246,6 +247,11 @@ class _Buffers:
         self.other += size * ((not uses[0] and bool(uses[1])) - (not before[0] and before[1]))
         if not any(uses):
             del self._uses[leaf]
+
+
+def _on_each_device(leaf: Any) -> int:
+    """The bytes of an array that each of its devices holds; of one that is still coming from another process, those it will hold."""
+    return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
 _Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)

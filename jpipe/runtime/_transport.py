@@ -1,7 +1,7 @@
 """The only code that knows how an array gets from one worker to another."""
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +15,39 @@ from jpipe.processes._connections import Connection, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
+from jpipe.runtime._routes import Route, Shards, joined
+from jpipe.stages._arrays import shardings_of
+from jpipe.stages._place import Place
 
 Tree = Any
 Devices = tuple[jax.Device, ...]
 
 
+class Sent(NamedTuple):
+    """A kind of message.
+
+    Attributes:
+        send: one of the sends of it.
+        leaving: specs of what it moves, with their shardings at the sender.
+        arriving: the same with those at the receiver.
+    """
+
+    send: Send
+    leaving: Tree
+    arriving: Tree
+
+
 class Transport:
     """Between workers of one process: `jax.device_put`, asynchronous. Between processes: collectives over just the devices concerned.
+
+    Workers on meshes send each other shards, from device to device (`Route`), and replicas sum shard by shard (`Shards`).
 
     On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
     has a thread of its own, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
     in the order of the program, which is the same in all processes, and never from two threads.
 
     Args:
-        devices: of each worker; those of this process are served.
+        places: of each worker; those of this process are served.
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None where there is one.
         threads: whether collectives have threads of their own; by default on CPUs only.
@@ -41,72 +60,82 @@ class Transport:
 
     def __init__(
         self,
-        devices: Sequence[jax.Device],
+        places: Sequence[Place],
         stage_workers: Sequence[Sequence[int]],
         processes: Processes | None = None,
         threads: bool | None = None,
     ) -> None:
         own = jax.process_index()
-        self._devices = devices
+        self._places = places
         self._processes = processes
-        self._threads = all(device.platform == "cpu" for device in devices) if threads is None else threads
-        self._local = frozenset(w for w, device in enumerate(devices) if device.process_index == own)
+        self._threads = all(place.first.platform == "cpu" for place in places) if threads is None else threads
+        self._local = frozenset(w for w, place in enumerate(places) if place.process_index == own)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
-        self._specs: dict[tuple[int, int, str], Tree] = {}  # of what comes from other processes, by sender, receiver, message
+        self._routes: dict[tuple[int, int, str], Route] = {}  # to and from other processes, by sender, receiver, message
+        self._arriving: dict[tuple[int, int, str], Tree] = {}  # specs of messages, likewise
+        self._loads: Mapping[tuple[int, str], Tree] = {}
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
-    def compile(self, sends: Iterable[tuple[Send, Tree]], sums: Iterable[tuple[int, Tree]]) -> None:
+    def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
         """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
 
         Args:
-            sends: sends of all workers with the specs of what they move.
-            sums: a stage's first worker, and the spec of what its replicas sum; perhaps several for a stage.
+            sends: the kinds of messages of all workers.
+            sums: a stage's first worker, and specs of what its replicas sum, as sharded there; perhaps several for a stage.
+            loads: for workers of this process and data the shardings of host arrays that are loaded.
         """
-        for send, spec in sends:
-            link = self._devices[send.worker], self._devices[send.to]
-            if link[0].process_index != link[1].process_index and not self._local.isdisjoint((send.worker, send.to)):
-                link_between(*link).compile(spec)
-                self._used[link] = link_between(*link)
-                self._specs[send.worker, send.to, send.message] = spec
+        self._loads = loads
+        for send, leaving, arriving in sends:
+            source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message)
+            self._arriving[key] = arriving
+            if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
+                self._routes[key] = Route(leaving, arriving)
+                for pair in self._routes[key].pieces:
+                    link_between(*pair).compile(self._routes[key].spec(pair))
+                    self._used[pair] = link_between(*pair)
         for first, spec in sums:
             group = self._group(self._replicas[first])
             if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
-                reduction_over(group).compile(spec)
-                self._used[frozenset(group)] = reduction_over(group)
+                for number, shards in Shards(spec, self._places[first].devices).specs.items():
+                    devices = tuple(place.devices[number] for place in group)
+                    reduction_over(devices).compile(shards)
+                    self._used[frozenset(devices)] = reduction_over(devices)
 
     def connect(self) -> None:
         """Open the connections to other processes; all processes call it, once all have compiled.
 
         One after the other, and each in its lane: what another pipeline may still have under way there comes first.
         """
-        others = tuple(sorted({device.process_index for device in self._devices} - {jax.process_index()}))
+        others = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for lane, collective in self._used.items():
             arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
 
-    def load(self, worker: int, data: Tree) -> Tree:
-        """Bring host arrays that nobody will write to (see `rows`) to a worker of this process."""
+    def load(self, worker: int, name: str, data: Tree) -> Tree:
+        """Bring host arrays that nobody will write to (see `rows`), inputs or labels, to a worker of this process."""
         Transport.calls += 1
-        return jax.device_put(data, self._devices[worker])
+        return jax.device_put(data, self._loads[worker, name] if self._places[worker].mesh else self._places[worker].first)
 
     def send(self, i: Send, k: int, tree: Tree) -> None:
         """Start moving a message about microbatch `k` to the worker `i.to`."""
         Transport.calls += 1
+        source, to, key = self._places[i.worker], self._places[i.to], (i.worker, i.to, i.message)
         if i.to in self._local:
-            same = self._devices[i.worker] == self._devices[i.to]
-            self._mailbox[i.to, i.message, k] = tree if same else jax.device_put(tree, self._devices[i.to])
+            self._mailbox[i.to, i.message, k] = tree if source == to else self._moved(tree, key)
             return
-        link = self._devices[i.worker], self._devices[i.to]
-        self._call(link, lambda: link_between(*link).send(tree), tree, _Words(i, k), (link[1].process_index,))
+        for pair, pieces in self._routes[key].cut(tree).items():
+            self._call(pair, partial(link_between(*pair).send, pieces), pieces, _Words(i, k), (to.process_index,))
 
     def receive(self, i: Receive, k: int) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
         Transport.calls += 1
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
-        link, spec = (self._devices[i.source], self._devices[i.worker]), self._specs[i.source, i.worker, i.message]
-        return self._call(link, lambda: link_between(*link).receive(spec), (), _Words(i, k), (link[0].process_index,), lambda: spec)
+        key = i.source, i.worker, i.message
+        route, words, on = self._routes[key], _Words(i, k), (self._places[i.source].process_index,)
+        calls = {pair: partial(link_between(*pair).receive, route.spec(pair)) for pair in route.pieces}
+        return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
 
     def all_reduce(
         self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
@@ -151,38 +180,69 @@ class Transport:
             As `all_reduce`, for each of them in this process.
         """
         own, group = list(parts), self._group(replicas)
-        total = parts.pop(own[0])
+        first, total = self._places[own[0]], parts.pop(own[0])
         for w in own[1:]:
-            total = add(total, jax.device_put(parts.pop(w), self._devices[own[0]]))
+            total = add(total, jax.device_put(parts[w], first.like(parts[w]) if first.mesh else first.first))
+            del parts[w]
         if len(group) == 1:
             return self._copies(finish(total), own)
-        others = tuple(device.process_index for device in group if device.process_index != jax.process_index())
-        coming = self._call(
-            frozenset(group),
-            lambda: self._copies(finish(reduction_over(group)(total)), own),
-            total,
-            words,
-            others,
-            lambda: dict.fromkeys(own, finish.out_info),
-        )
+        others = tuple(place.process_index for place in group if place.process_index != jax.process_index())
+        shards, shardings = Shards(total, first.devices), [leaf.sharding for leaf in jax.tree.leaves(total)]
+        cut = shards.cut(total, first.devices)
+        del total
+        calls = {}
+        for number, arrays in cut.items():
+            devices = tuple(place.devices[number] for place in group)
+            calls[frozenset(devices)] = partial(reduction_over(devices), arrays)
+        numbers = dict(zip(calls, cut, strict=True))
+
+        def join(sums: Mapping[Any, list[jax.Array]]) -> Tree:
+            whole = shards.join({numbers[lane]: arrays for lane, arrays in sums.items()}, shardings)
+            return self._copies(finish(whole), own)
+
+        coming = self._call_all(calls, cut, words, others, join, lambda: dict.fromkeys(own, finish.out_info))
         return {w: coming[w] for w in own}
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
-    def _group(self, replicas: Sequence[int]) -> Devices:
-        """One device of each process that holds some of the replicas: that of its first one."""
-        first: dict[int, jax.Device] = {}
+    def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
+        """In each process that holds some of the replicas, the place of its first one."""
+        first: dict[int, Place] = {}
         for w in replicas:
-            first.setdefault(self._devices[w].process_index, self._devices[w])
+            first.setdefault(self._places[w].process_index, self._places[w])
         return tuple(first.values())
 
+    def _moved(self, tree: Tree, key: tuple[int, int, str]) -> Tree:
+        """A message on the devices of its receiver in this process."""
+        to = self._places[key[1]]
+        return jax.device_put(tree, shardings_of(self._arriving[key]) if to.mesh else to.first)
+
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
-        """The sum on each worker's device, in memory of its own: each will write into it."""
-        copies = {workers[0]: total}
+        """The sum on each worker's devices, in memory of its own: each will write into it."""
+        copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
-            moved = jax.device_put(total, self._devices[w])
-            copies[w] = jax.tree.map(jnp.copy, moved) if self._devices[w] == self._devices[workers[0]] else moved
+            place = self._places[w]
+            moved = jax.device_put(total, place.like(total) if place.mesh else place.first)
+            copies[w] = jax.tree.map(jnp.copy, moved) if place == first else moved
         return copies
+
+    def _call_all(
+        self,
+        calls: Mapping[Any, Callable[[], Tree]],
+        needs: Tree,
+        words: object,
+        on: tuple[int, ...],
+        join: Callable[[Mapping[Any, Tree]], Tree],
+        specs: Callable[[], Tree],
+    ) -> Tree:
+        """What `join` makes of the results of these transfers, by lane."""
+        assert self._processes is not None
+        if not self._threads:
+            return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
+        self._processes.check()
+        futures = [lane_of(lane).put(call, needs, self._processes.fail) for lane, call in calls.items()]
+        whole = joined(futures, lambda results: join(dict(zip(calls, results, strict=True))), self._processes.fail)
+        return PendingTransfer(whole, words, on, self._processes, specs)
 
     def _call(
         self,
@@ -224,8 +284,8 @@ def progress() -> int:
 
 
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
-link_between = functools.cache(Connection)
-reduction_over = functools.cache(Reduction)
+link_between = cache(Connection)
+reduction_over = cache(Reduction)
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:

@@ -13,9 +13,10 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED
 from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._batch import Batch
+from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
 from jpipe.stages._gradients import check_gradients
+from jpipe.stages._partition import partitions
 
 Tree = Any
 
@@ -66,11 +67,13 @@ class StageBuilder:
         layers = self._stack.specs(inputs)
         unprobed = LayerwiseOptimizer(self._optimizer, {})  # a wrong loss is reported before a wrong optimizer
         functions = []
+        split = partitions(self._plan, self._stack, layers, rows_of(spec))
         sharing = self._stack.ties.sharing([stage.layers for stage in self._plan.stages]) if self._stack.ties.first else NOTHING_SHARED
         for s, stage in enumerate(self._plan.stages):
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted else {}
+            options |= {"partition": split[s]}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})

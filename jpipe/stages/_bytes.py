@@ -1,15 +1,24 @@
 """The bytes of the arrays of a stage, from shapes alone."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
 from jpipe.programs._costs import Passed, StageCost
-from jpipe.stages._functions import StageFunctions, floats_of
+from jpipe.stages._arrays import Arrays
+from jpipe.stages._functions import StageFunctions
+from jpipe.stages._partition import shard_bytes
+from jpipe.stages._place import NoPlace
 
 
-def measure_bytes(functions: StageFunctions, recomputes: bool, splits: bool = False) -> StageCost:
-    """The exact sizes of one stage, from shapes alone.
+def measure_bytes(
+    functions: StageFunctions, recomputes: bool, splits: bool = False, chosen: Mapping[str, Sequence[Any]] | None = None
+) -> StageCost:
+    """The sizes of one stage on each of its devices, from shapes alone.
+
+    They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
+    over the rows only, which is the most that a device may hold.
 
     Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute.
 
@@ -17,32 +26,35 @@ def measure_bytes(functions: StageFunctions, recomputes: bool, splits: bool = Fa
         functions: of the stage.
         recomputes: whether its backward recomputes.
         splits: whether it is cut in two; only then the size of the stash is looked for.
+        chosen: as in `Arrays`.
     """
-    f, specs = functions, functions.specs
-    y, new_state, saved = jax.eval_shape(f.forward, specs.params, *specs.arguments, specs.rng)
-    kept_arguments, kept_outputs = f.residuals.keep(specs.arguments, (y, new_state))
-    weight = nbytes(jax.ShapeDtypeStruct((), f.loss_dtype))
+    f, a = functions, arrays_of(functions, chosen)
+    kept_arguments, kept_outputs = a.kept
     return StageCost(
         backward=3.0 if recomputes else 2.0,
         backward_input=2.0 if recomputes else 1.0,
-        inputs=nbytes(specs.x),
-        labels=nbytes(specs.labels),
-        outputs=nbytes(y),
-        residuals=nbytes((saved, kept_arguments, kept_outputs)),
+        inputs=nbytes(a.x),
+        labels=nbytes(a.labels),
+        outputs=nbytes(a.outputs),
+        residuals=nbytes((a.saved, kept_arguments, kept_outputs)),
         kept_outputs=nbytes(kept_outputs),
-        stash=nbytes(f.stash_spec) if splits else 0,
-        message=nbytes(y) if f.last else nbytes(floats_of(y)) + weight,
-        gradient=0 if f.first else nbytes(floats_of(specs.x)) + weight,
-        weights=nbytes((specs.params, f.scale_spec)),
-        optimizer=nbytes(f.optimizer_spec),
-        state=nbytes(specs.state),
-        accumulators=nbytes(f.accumulators_spec),
+        stash=nbytes(a.stash) if splits else 0,
+        message=nbytes(a.message),
+        gradient=0 if f.first else nbytes(a.gradient),
+        weights=nbytes((a.params, a.scale)),
+        optimizer=nbytes(a.optimizer),
+        state=nbytes(a.state),
+        accumulators=nbytes(a.accumulators),
         squares=nbytes(f.squares_spec([len(f.counted)])),
         shared=tuple(
-            nbytes([f.accumulators_spec["gradients"][name] for name in names]) if f.number in stages else 0
-            for stages, names in f.sharing.groups
+            nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
         ),
     )
+
+
+def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
+    """The arrays of a stage wherever it runs, for their sizes; `chosen` as in `Arrays`."""
+    return Arrays(functions, NoPlace(functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:
@@ -53,7 +65,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
         after: the next one.
         splits: for each of them whether its backward is cut in two.
     """
-    sizes, state = list(map(nbytes, jax.tree.leaves(after.specs.x))), len(jax.tree.leaves(after.specs.state))
+    sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
     found = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
@@ -65,5 +77,5 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays (or specs) of a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of all arrays (or specs) of a tree, on each device that has some of them."""
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))

@@ -1,11 +1,11 @@
-"""The programs of one stage compiled ahead of time for its device."""
+"""The programs of one stage compiled ahead of time for the devices of its workers."""
 
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,34 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
+from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
+from jpipe.stages._place import Place
 
 Tree = Any
-Call = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]
-"""A function, which of its arguments are donated, and the specs of all."""
+
+
+class Call(NamedTuple):
+    """A program of a stage before it is traced.
+
+    Attributes:
+        function: what it computes.
+        donated: which of its arguments.
+        inputs: the specs of all of them, with shardings.
+        outputs: the specs of what it gives, with shardings; None in place of what XLA is to shard as it likes.
+    """
+
+    function: Callable[..., Any]
+    donated: tuple[int, ...]
+    inputs: tuple[Any, ...]
+    outputs: Any
+
+
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
 
+
+_CHOOSING = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
+"""The calls that give arrays for a later call, which XLA shards as it likes: by name what they give, in the order in which they choose."""
 
 _COMPUTATIONS = ("forward", "backward", "forward_backward", "backward_input", "backward_weight", "forward_backward_input")
 
@@ -59,8 +80,17 @@ class CompiledStage:
     """
 
     functions: StageFunctions
-    device: jax.Device
+    place: Place
     calls: dict[str, jax.stages.Compiled]
+
+    @property
+    def chosen(self) -> dict[str, Sequence[Any]]:
+        """How XLA sharded what stays from one program to a later one, as in `Arrays`; nothing on one device."""
+        found: dict[str, Sequence[Any]] = {}
+        for name in _CHOOSING if self.place.mesh else ():
+            if name in self.calls:
+                found = {**_choices(self.functions, name, self.calls[name]), **found}
+        return found
 
     def update(
         self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
@@ -94,13 +124,13 @@ class CompiledStage:
 
 
 def compile_workers(
-    workers: Mapping[int, tuple[StageFunctions, jax.Device]], programs: Iterable[Program], counts: Sequence[int]
+    workers: Mapping[int, tuple[StageFunctions, Place]], programs: Iterable[Program], counts: Sequence[int]
 ) -> dict[int, CompiledStage]:
-    """Compile the calls that the programs need for each of these workers, and its evaluation; replicas on one device share them.
+    """Compile the calls that the programs need for each of these workers, and its evaluation; replicas in one place share them.
 
     Calls are traced one after the other and compiled in parallel. `counts` are the numbers of entries that each stage counts in the norm.
     """
-    sharing = {w: (functions.stage.layers, device) for w, (functions, device) in workers.items()}
+    sharing = {w: (functions.stage.layers, place) for w, (functions, place) in workers.items()}
     of_key = {sharing[w]: workers[w] for w in workers}
     used: dict[Any, set[str]] = {}
     for key, (functions, _) in of_key.items():
@@ -110,37 +140,68 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 used[sharing[instruction.worker]].update(_calls(instruction, program))
-    lowered = {key: {name: _lower_call(*of_key[key], name, counts) for name in sorted(names)} for key, names in used.items()}
-    compiled = iter(_compile_side_by_side([call for calls in lowered.values() for call in calls.values()]))
-    stages = {key: CompiledStage(*of_key[key], {name: next(compiled) for name in calls}) for key, calls in lowered.items()}
+    compiled = _compile_in_turns([(*of_key[key], sorted(names)) for key, names in used.items()], counts)
+    stages = {key: CompiledStage(*of_key[key], calls) for key, calls in zip(used, compiled, strict=True)}
     return {w: stages[key] for w, key in sharing.items()}
+
+
+def _compile_in_turns(
+    stages: Sequence[tuple[StageFunctions, Place, Sequence[str]]], counts: Sequence[int]
+) -> list[dict[str, jax.stages.Compiled]]:
+    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give."""
+    found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
+    chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
+    for turn in (*_CHOOSING, None):
+        lowered = {}
+        for i, (f, place, names) in enumerate(stages):
+            for name in names:
+                if name not in found[i] and (turn is None or (place.mesh and name == turn)):
+                    lowered[i, name] = _lower_call(f, place, name, counts, dict(chosen[i]))
+        for (i, name), call in zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True):
+            found[i][name] = call
+            if turn is not None:
+                chosen[i] = {**_choices(stages[i][0], turn, call), **chosen[i]}
+    return [{name: calls[name] for name in names} for calls, (_, _, names) in zip(found, stages, strict=True)]
+
+
+def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
+    """How a compiled call shards what stays for later calls, as `Arrays.chosen`."""
+    result, _ = call.output_shardings
+    match _CHOOSING[name]:
+        case "saved":
+            return {"saved": result[2]}
+        case "stash":
+            return {"stash": result[1]}
+    _, own, stash = result[2]
+    # What the halves do not read is in no array that is given: any sharding will do in its place.
+    held = dict(zip(f.rest_of_saved, own, strict=True))
+    return {"saved": [held.get(i) for i in range(f.residuals.count)], "stash": stash}
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    lowered = {stage.device: _lower_call(stage.functions, stage.device, "evaluate", ()) for stage in measuring.values()}
+    lowered = {stage.place: _lower_call(stage.functions, stage.place, "evaluate", (), {}) for stage in measuring.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
-    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.device]}) for w, stage in measuring.items()}
+    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in measuring.items()}
 
 
-def temporary_bytes(plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], device: jax.Device) -> tuple[int, ...]:
-    """For each stage the largest scratch memory of any program, compiled for `device`; equal stages are compiled once."""
+def compile_stages(
+    plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], places: Sequence[Place]
+) -> tuple[CompiledStage, ...]:
+    """Each stage with what its workers call, but for evaluations, compiled for its place, only to be looked at; equal ones once."""
     names: list[set[str]] = [set() for _ in functions]
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
     counts = [len(f.counted) for f in functions]
-    texts: list[list[str]] = []
-    distinct: dict[str, jax.stages.Lowered] = {}
-    for f, calls in zip(functions, names, strict=True):
-        lowered = [_lower_call(f, device, name, counts) for name in sorted(calls)]
-        texts.append([call.as_text() for call in lowered])
-        distinct.update(zip(texts[-1], lowered, strict=True))
-    compiled = dict(zip(distinct, _compile_side_by_side(list(distinct.values())), strict=True))
-    return tuple(
-        CompiledStage(f, device, {text: compiled[text] for text in own}).temporary_bytes for f, own in zip(functions, texts, strict=True)
-    )
+    texts = {}
+    for s, (f, place) in enumerate(zip(functions, places, strict=True)):
+        texts[s] = place, tuple(_lower_call(f, place, name, counts, {}).as_text() for name in sorted(names[s]))
+    distinct = {text: s for s, text in reversed(texts.items())}
+    stages = [(functions[s], places[s], sorted(names[s])) for s in distinct.values()]
+    compiled = dict(zip(distinct, _compile_in_turns(stages, counts), strict=True))
+    return tuple(CompiledStage(f, places[s], compiled[texts[s]]) for s, f in enumerate(functions))
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
@@ -176,26 +237,27 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
 
 
 def compile_initializers(
-    stack: LayerStack, specs: Mapping[str, LayerSpec], places: Iterable[tuple[str, jax.Device]]
-) -> dict[tuple[str, jax.Device], jax.stages.Compiled]:
-    """For each (layer id, device) `key -> (params, state)`; equal layers of a device share one program.
+    stack: LayerStack, specs: Mapping[str, LayerSpec], places: Iterable[tuple[str, Place]]
+) -> dict[tuple[str, Place], jax.stages.Compiled]:
+    """For each (layer id, place) `key -> (params, state)`, whole on the first device; equal layers of a device share one program.
 
-    One program per layer, not per stage, so that the bits of the weights do not depend on the cut.
+    One program per layer, not per stage and not sharded, so that the bits of the weights depend on neither the cut nor the mesh.
     """
     shared: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     name_of = {}
-    for layer_id, device in dict.fromkeys(places):
-        lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, device)
-        name_of[layer_id, device] = lowered.as_text(), device
-        shared.setdefault(name_of[layer_id, device], lowered)
+    for layer_id, place in dict.fromkeys(places):
+        lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, place.first)
+        name_of[layer_id, place] = lowered.as_text(), place.first
+        shared.setdefault(name_of[layer_id, place], lowered)
     compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
     return {place: compiled[name] for place, name in name_of.items()}
 
 
-def compile_start(functions: StageFunctions, device: jax.Device) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
+def compile_start(functions: StageFunctions, place: Place) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
     """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
-    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side([_lower_call(functions, device, name, ()) for name in names])
+    lowered = [_lower_call(functions, place, name, (), {}) for name in names]
+    init_optimizer, zero_accumulators, *first_version = _compile_side_by_side(lowered)
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
         version = first_version[0](fresh) if first_version else fresh
@@ -214,71 +276,103 @@ def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tre
 
 
 def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.Lowered:
-    return jax.jit(_initializer(layer, x)).lower(_on(device, key_spec()))
+    return jax.jit(_initializer(layer, x)).lower(Place((device,)).specs(key_spec()))
 
 
-def _lower_call(functions: StageFunctions, device: jax.Device, name: str, counts: Sequence[int] = ()) -> jax.stages.Lowered:
-    return trace_call(functions, device, name, counts).lower()
+def _lower_call(
+    functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]]
+) -> jax.stages.Lowered:
+    return trace_call(functions, place, name, counts, chosen).lower()
 
 
-def trace_call(functions: StageFunctions, device: jax.Device, name: str, counts: Sequence[int] = ()) -> jax.stages.Traced:
-    """One of the calls of a `CompiledStage`, by name, traced for a device; the norm needs the number of entries that each stage counts."""
-    f, specs = functions, functions.specs
-    accumulators, optimizer_state = f.accumulators_spec, f.optimizer_spec
-    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (specs.params, optimizer_state, accumulators["gradients"]))
-    own_accumulators = {**accumulators, "gradients": own_gradients}
-    norm = f.norm_spec if f.global_norm else None
-    scale = None if f.scale_spec is None else f.scale_spec.value
-    arguments: dict[str, Callable[[], Call]] = {
-        "forward": lambda: (f.forward, (), (specs.params, *specs.arguments, specs.rng)),
-        "backward": lambda: (f.backward, (4,), (specs.params, *f.between_specs, accumulators, specs.rng, scale)),
-        "backward_input": lambda: (f.backward_input, (), (specs.params, *f.between_specs, specs.rng, scale)),
-        "backward_weight": lambda: (f.backward_weight, (3,), (specs.params, *f.stash_spec, accumulators, specs.rng, scale)),
-        "forward_backward_input": lambda: (f.forward_backward_input, (), (specs.params, *specs.arguments, specs.rng, scale)),
-        "forward_backward": lambda: (f.forward_backward, (4,), (specs.params, *specs.arguments, accumulators, specs.rng, scale)),
-        "in_place": lambda: (f.update, (0, 1, 2), (own_params, own_optimizer, own_accumulators, norm)),
-        "into_new": lambda: (f.update, (1, 2), (own_params, own_optimizer, own_accumulators, norm)),
-        "into_retired": lambda: (_into(f.update), (0, 2, 3), (own_params, own_params, own_optimizer, own_accumulators, norm)),
-        "sum_squares": lambda: (f.sum_squares, (), (accumulators,)),
-        "next_scale": lambda: (f.next_scale, (), (f.scale_spec, norm)),
-        "norm": lambda: (norm_of, (), (f.squares_spec(counts),)),
-        "take_shared": lambda: (f.take_shared, (), (accumulators,)),
-        "mean_loss": lambda: (f.mean_loss, (), (accumulators,)),
-        "init_optimizer": lambda: (f.init_optimizer, (), (specs.fresh,)),
-        "first_version": lambda: (f.first_version, (), (specs.fresh,)),
-        "zero_accumulators": lambda: (f.zero_accumulators, (), (specs.params,)),
-        "add_state": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (floats_of(specs.state), floats_of(specs.state))),
-        "mean_state": lambda: (f.mean_state, (), (floats_of(specs.state),)),
-        "add": lambda: (lambda a, b: jax.tree.map(jnp.add, a, b), (), (reduced_spec(f), reduced_spec(f))),
-        "finish": lambda: (f.finish, (0,), (reduced_spec(f),)),
-        "evaluate": lambda: (f.evaluate, (), (specs.params, *specs.arguments)),
-    }
-    calls_for_shared = _calls_for_shared(f)
-    function, donated, inputs = calls_for_shared[name] if name in calls_for_shared else arguments[name]()
+def trace_call(
+    functions: StageFunctions, place: Place, name: str, counts: Sequence[int] = (), chosen: Mapping[str, Sequence[Any]] | None = None
+) -> jax.stages.Traced:
+    """One of the calls of a `CompiledStage`, by name, traced for a place.
+
+    Args:
+        functions: of the stage.
+        place: where it runs.
+        name: of the call.
+        counts: the number of entries that each stage counts in the norm.
+        chosen: as in `Arrays`.
+    """
+    call = _call(Arrays(functions, place, {} if chosen is None else chosen), name, counts)
+    function, outputs = call.function, call.outputs
     if name in (*_COMPUTATIONS, *get_args(UpdateKind)):
-        function = _with_done(function)
-    jitted = jax.jit(function, donate_argnums=donated, keep_unused=name.startswith(("in_place", "into_retired")))
-    return jitted.trace(*jax.tree.map(lambda spec: _on(device, spec), inputs))
+        function, outputs = _with_done(function), (outputs, place.specs(_DONE))
+    options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
+    if place.mesh:
+        options["out_shardings"] = shardings_of(outputs)
+    return jax.jit(function, **options).trace(*call.inputs)
 
 
-def _calls_for_shared(f: StageFunctions) -> dict[str, Call]:
+def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
+    """A call by name."""
+    f, scale = a.functions, None if a.scale is None else a.scale.value
+    saved, stash = (a.saved if "saved" in a.chosen else None), (a.stash[1] if "stash" in a.chosen else None)
+    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.params, a.optimizer, a.accumulators["gradients"]))
+    own = own_params, own_optimizer, {**a.accumulators, "gradients": own_gradients}
+    number = a.whole(jax.ShapeDtypeStruct((), f.loss_dtype))
+    loss = (number, number) if f.last else None
+    made = None if saved is None or stash is None else ([a.saved[i] for i in f.rest_of_saved], stash)
+    updated = (*own, loss)
+    calls: dict[str, Callable[[], Call]] = {
+        "forward": lambda: Call(f.forward, (), (a.params, *a.arguments, a.rng), (a.outputs, a.state, saved)),
+        "backward": lambda: Call(f.backward, (4,), (a.params, *a.between, a.accumulators, a.rng, scale), (a.gradient, a.accumulators)),
+        "backward_input": lambda: Call(f.backward_input, (), (a.params, *a.between, a.rng, scale), (a.gradient, stash)),
+        "backward_weight": lambda: Call(f.backward_weight, (3,), (a.params, *a.stash, a.accumulators, a.rng, scale), a.accumulators),
+        "forward_backward_input": lambda: Call(
+            f.forward_backward_input,
+            (),
+            (a.params, *a.arguments, a.rng, scale),
+            (a.gradient, a.state, (a.outputs, *(made or (None, None)))),
+        ),
+        "forward_backward": lambda: Call(
+            f.forward_backward, (4,), (a.params, *a.arguments, a.accumulators, a.rng, scale), (a.gradient, a.accumulators, a.state)
+        ),
+        "in_place": lambda: Call(f.update, (0, 1, 2), (*own, a.norm), updated),
+        "into_new": lambda: Call(f.update, (1, 2), (*own, a.norm), updated),
+        "into_retired": lambda: Call(_into(f.update), (0, 2, 3), (own_params, *own, a.norm), updated),
+        "sum_squares": lambda: Call(f.sum_squares, (), (a.accumulators,), a.whole(f.squares_spec([len(f.counted)])[0])),
+        "next_scale": lambda: Call(f.next_scale, (), (a.scale, a.norm), a.scale),
+        "norm": lambda: Call(norm_of, (), (a.whole(f.squares_spec(counts)),), a.norm),
+        "take_shared": lambda: Call(f.take_shared, (), (a.accumulators,), f.take_shared_spec(a.accumulators)),
+        "mean_loss": lambda: Call(f.mean_loss, (), (a.accumulators,), (number, number)),
+        "init_optimizer": lambda: Call(f.init_optimizer, (), (a.fresh,), a.optimizer),
+        "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
+        "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
+        "add_state": lambda: Call(_added, (), (floats_of(a.state), floats_of(a.state)), floats_of(a.state)),
+        "mean_state": lambda: Call(f.mean_state, (), (floats_of(a.state),), floats_of(a.state)),
+        "add": lambda: Call(_added, (), (a.reduced, a.reduced), a.reduced),
+        "finish": lambda: Call(f.finish, (0,), (a.reduced,), (*a.reduced, loss)),
+        "evaluate": lambda: Call(f.evaluate, (), (a.params, *a.arguments), number if f.last else a.outputs),
+    }
+    shared = _calls_for_shared(a)
+    return shared[name] if name in shared else calls[name]()
+
+
+def _calls_for_shared(a: Arrays) -> dict[str, Call]:
     """The calls for each group of parameters that other stages hold, too."""
     found: dict[str, Call] = {}
-    gradients, weight, norm = f.accumulators_spec["gradients"], f.accumulators_spec["weight"], f.norm_spec if f.global_norm else None
+    f, gradients, weight = a.functions, a.accumulators["gradients"], a.accumulators["weight"]
     for group, names in f.sharing.groups_of(f.number).items():
         others = {s: f.shared_with(s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
-        params, optimizer_state, taken = ({name: tree[name] for name in names} for tree in (f.specs.params, f.optimizer_spec, gradients))
-        specs = params, optimizer_state, taken, weight, norm
-        found[f"add_shared {group}"] = functools.partial(f.add_shared, group), (0,), (f.accumulators_spec, others)
-        found[f"in_place shared {group}"] = f.update_shared, (0, 1, 2), specs
-        found[f"into_new shared {group}"] = f.update_shared, (1, 2), specs
-        found[f"into_retired shared {group}"] = _into(f.update_shared), (0, 2, 3), (params, *specs)
+        params, optimizer_state, taken = ({name: tree[name] for name in names} for tree in (a.params, a.optimizer, gradients))
+        updated = params, optimizer_state, taken
+        given = *updated, weight, a.norm
+        found[f"add_shared {group}"] = Call(functools.partial(f.add_shared, group), (0,), (a.accumulators, others), a.accumulators)
+        found[f"in_place shared {group}"] = Call(f.update_shared, (0, 1, 2), given, updated)
+        found[f"into_new shared {group}"] = Call(f.update_shared, (1, 2), given, updated)
+        found[f"into_retired shared {group}"] = Call(_into(f.update_shared), (0, 2, 3), (params, *given), updated)
     return found
 
 
-def reduced_spec(f: StageFunctions) -> tuple[Tree, list[jax.ShapeDtypeStruct]]:
-    """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
-    return f.accumulators_spec, floats_of(f.specs.state) if f.average_state == "update" else []
+_DONE = jax.ShapeDtypeStruct((), jnp.bool_)
+
+
+def _added(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,7 +388,3 @@ def _own(f: StageFunctions, tree: Mapping[str, Tree]) -> dict[str, Tree]:
 def _into(update: Callable[..., Any]) -> Callable[..., Any]:
     """The update with a first argument besides, the retired version, into whose memory it writes."""
     return lambda retired, *arguments: update(*arguments)
-
-
-def _on(device: jax.Device, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=jax.sharding.SingleDeviceSharding(device))

@@ -17,6 +17,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
+from jpipe.stages._partition import ONE_DEVICE, Partition
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
 from jpipe.stages._split import Halves, NotSplittable, split, undivided
 
@@ -80,6 +81,7 @@ class StageFunctions:
         number: of the stage in its plan.
         sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute as it says already.
+        partition: how its arrays are sharded over the mesh of each of its workers.
     """
 
     stack: LayerStack
@@ -97,6 +99,7 @@ class StageFunctions:
     precision: Precision = PLAIN
     number: int = 0
     sharing: Sharing = NOTHING_SHARED
+    partition: Partition = ONE_DEVICE
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
@@ -149,14 +152,14 @@ class StageFunctions:
         y, new_state, saved = self.forward(params, state, x, labels, rng)
         kept = self.residuals.keep((state, x, labels), (y, new_state))
         gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
-        return gradient, new_state, (y, [saved[i] for i in self._rest_of_saved], stash)
+        return gradient, new_state, (y, [saved[i] for i in self.rest_of_saved], stash)
 
     def stash_of(
         self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any
     ) -> tuple[tuple[list[Any], tuple[Any, ...]], list[Any]]:
         """(rest, stash) for `backward_weight` after `forward_backward_input` of these (state, x, labels); nothing is computed."""
         y, own, stash = made
-        saved = dict(zip(self._rest_of_saved, own, strict=True))
+        saved = dict(zip(self.rest_of_saved, own, strict=True))
         kept = self.residuals.keep(arguments, (y, new_state))
         others = 0  # in the place of an array that is not read; a None would not be a leaf
         return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
@@ -310,8 +313,11 @@ class StageFunctions:
 
     def take_shared(self, accumulators: Tree) -> dict[str, jax.Array]:
         """The gradients of the shared parameters that other stages hold, too; in memory of their own."""
-        names = [name for names in self.sharing.groups_of(self.number).values() for name in names]
-        return {name: jnp.copy(accumulators["gradients"][name]) for name in names}
+        return {name: jnp.copy(gradient) for name, gradient in self.take_shared_spec(accumulators).items()}
+
+    def take_shared_spec(self, accumulators: Tree) -> dict[str, Any]:
+        """Specs of `take_shared` of these accumulators."""
+        return {name: accumulators["gradients"][name] for names in self.sharing.groups_of(self.number).values() for name in names}
 
     def shared_with(self, other: int, taken: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `take_shared` (or their specs) that another stage holds."""
@@ -384,7 +390,8 @@ class StageFunctions:
         return outputs, vjp
 
     def _whole(self, params: Tree) -> Tree:
-        """The parameters of whole layers, by layer id."""
+        """The parameters of whole layers, by layer id, as they are used."""
+        params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
 
     def _linearized_leaves(
@@ -420,6 +427,11 @@ class StageFunctions:
     def _scale(self, scale: Any) -> Any:
         """The loss scale of a microbatch, the same in all stages; None if there is none."""
         return self.precision.fixed_scale if scale is None else scale
+
+    @cached_property
+    def outputs_spec(self) -> Tree:
+        """Shapes and dtypes of y."""
+        return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)[0]
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
@@ -469,7 +481,7 @@ class StageFunctions:
         return tuple(i for i in self._halves.arguments if params <= i < params + between)
 
     @cached_property
-    def _rest_of_saved(self) -> tuple[int, ...]:
+    def rest_of_saved(self) -> tuple[int, ...]:
         """Which of the saved arrays of a forward the second half of a backward reads."""
         kept, saved, _ = self.between_specs
         begin = len(jax.tree.leaves((self.specs.params, kept)))

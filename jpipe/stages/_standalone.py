@@ -16,6 +16,7 @@ from jpipe.programs._costs import StageCost
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._compile import trace_call
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
+from jpipe.stages._place import Place
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -67,7 +68,7 @@ class StandaloneStage:
             rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three. The
             halves of a backward are those of `StageFunctions`.
         """
-        return trace_call(self._functions, device, "in_place" if name == "update" else name)
+        return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""

@@ -178,7 +178,7 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if several or len(plan.workers) > plan.depth:
-        for line in jpipe.runtime.placement_grid(plan, pipe.devices).splitlines():
+        for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)
 
 

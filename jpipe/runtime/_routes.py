@@ -1,0 +1,202 @@
+"""Which piece of each array goes from which device to which, between workers of different processes: each piece once, nothing gathered."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+Tree = Any
+Box = tuple[tuple[int, int], ...]
+"""Part of an array: for each dim (start, stop)."""
+Pair = tuple[jax.Device, jax.Device]
+
+
+class Piece(NamedTuple):
+    """A part of an array that travels.
+
+    Attributes:
+        leaf: the position of the array in its message.
+        inside: its place in the shard of the device that sends it.
+        box: its place in the array.
+    """
+
+    leaf: int
+    inside: Box
+    box: Box
+
+
+class Route:
+    """The way of one kind of message from a worker to a worker of another process.
+
+    Each distinct shard that the receiver needs comes in as many pieces as there are shards of the sender that it overlaps in its first
+    dim, each over the link of one pair of devices. What several devices of the receiver need comes once and is copied among them.
+
+    Args:
+        sent: the message as specs with the shardings of the sender.
+        arriving: the same with those of the receiver.
+
+    Attributes:
+        pieces: for each pair of devices (sender, receiver) what goes over its link, in an order that both processes have.
+    """
+
+    def __init__(self, sent: Tree, arriving: Tree) -> None:
+        self._arriving, self._treedef = jax.tree.flatten(arriving)
+        self._is_whole = all(len(spec.sharding.device_set) == 1 for spec in (*jax.tree.leaves(sent), *self._arriving))
+        self.pieces: dict[Pair, list[Piece]] = {}
+        for leaf, (before, after) in enumerate(zip(jax.tree.leaves(sent), self._arriving, strict=True)):
+            sources = holders(before.sharding, before.shape)
+            for number, (box, devices) in enumerate(holders(after.sharding, after.shape).items()):
+                for part, having in sources.items():
+                    if (piece := _overlap(part, box)) is not None:
+                        pair = having[number % len(having)], devices[0]
+                        self.pieces.setdefault(pair, []).append(Piece(leaf, _inside(piece, part), piece))
+        self._dtypes = [leaf.dtype for leaf in self._arriving]
+
+    def spec(self, pair: Pair) -> list[jax.ShapeDtypeStruct]:
+        """What goes over the link of a pair."""
+        return [jax.ShapeDtypeStruct(_shape(piece.box), self._dtypes[piece.leaf]) for piece in self.pieces[pair]]
+
+    def cut(self, tree: Tree) -> dict[Pair, list[jax.Array]]:
+        """A message as what goes over each link."""
+        if self._is_whole:
+            return {pair: jax.tree.leaves(tree) for pair in self.pieces}
+        shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
+        return {pair: [_cut(shards[piece.leaf][pair[0]], piece.inside) for piece in own] for pair, own in self.pieces.items()}
+
+    def join(self, received: Mapping[Pair, Sequence[jax.Array]]) -> Tree:
+        """The message from what came over each link."""
+        if self._is_whole:
+            return jax.tree.unflatten(self._treedef, next(iter(received.values()), ()))
+        found: list[dict[jax.Device, list[tuple[Box, jax.Array]]]] = [{} for _ in self._arriving]
+        for pair, arrays in received.items():
+            for piece, array in zip(self.pieces[pair], arrays, strict=True):
+                found[piece.leaf].setdefault(pair[1], []).append((piece.box, array))
+        leaves = [
+            assembled(spec.shape, spec.sharding, {device: _joined(parts) for device, parts in by_device.items()})
+            for spec, by_device in zip(self._arriving, found, strict=True)
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+class Shards:
+    """The distinct shards of a tree, by the number of the device that has each first: what replicas on equal meshes sum, part by part.
+
+    Args:
+        specs: with the shardings of one of the replicas.
+        devices: its devices, in the order of its mesh.
+    """
+
+    def __init__(self, specs: Tree, devices: Sequence[jax.Device]) -> None:
+        self._leaves, self._treedef = jax.tree.flatten(specs)
+        number = {device: i for i, device in enumerate(devices)}
+        self._owned: dict[int, list[tuple[int, Box]]] = {}
+        for leaf, spec in enumerate(self._leaves):
+            for box, having in holders(spec.sharding, spec.shape).items():
+                self._owned.setdefault(number[having[0]], []).append((leaf, box))
+
+    @cached_property
+    def specs(self) -> dict[int, list[jax.ShapeDtypeStruct]]:
+        """By number of the device the shapes of its shards."""
+        return {
+            number: [jax.ShapeDtypeStruct(_shape(box), self._leaves[leaf].dtype) for leaf, box in own]
+            for number, own in sorted(self._owned.items())
+        }
+
+    def cut(self, tree: Tree, devices: Sequence[jax.Device]) -> dict[int, list[jax.Array]]:
+        """The shards of arrays on these devices."""
+        if len(devices) == 1:
+            return {0: jax.tree.leaves(tree)} if self._leaves else {}
+        shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
+        return {number: [shards[leaf][devices[number]] for leaf, _ in self._owned[number]] for number in self.specs}
+
+    def join(self, parts: Mapping[int, Sequence[jax.Array]], shardings: Sequence[Sharding]) -> Tree:
+        """The arrays of which these are the shards, with these shardings."""
+        if set(parts) == {0} and all(len(sharding.device_set) == 1 for sharding in shardings):
+            return jax.tree.unflatten(self._treedef, parts[0])
+        found: list[dict[jax.Device, jax.Array]] = [{} for _ in self._leaves]
+        for number, arrays in parts.items():
+            for (leaf, _), array in zip(self._owned[number], arrays, strict=True):
+                (device,) = array.devices()
+                found[leaf][device] = array
+        leaves = [
+            assembled(spec.shape, sharding, by_device) for spec, sharding, by_device in zip(self._leaves, shardings, found, strict=True)
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
+    """The distinct shards of an array, and the devices that have each, in the order of the mesh."""
+    found: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True))
+        found.setdefault(box, []).append(device)
+    return found
+
+
+def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, jax.Array]) -> jax.Array:
+    """The array whose shards these are, one of each distinct shard on a device that needs it; the others get copies."""
+    shards = []
+    for devices in holders(sharding, shape).values():
+        own = next(parts[device] for device in devices if device in parts)
+        shards += [own if own.devices() == {device} else jax.device_put(own, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree], fail: Callable[[BaseException], None]) -> "Future[Tree]":
+    """What `join` makes of the results of all of them, in the thread that has the last one; `fail` gets its error, too."""
+    whole: Future[Tree] = Future()
+    lock, left = threading.Lock(), [len(futures)]
+
+    def one(future: "Future[Tree]") -> None:
+        with lock:
+            left[0] -= 1
+            if left[0] or whole.done():
+                return
+        try:
+            whole.set_result(join([future.result() for future in futures]))
+        except BaseException as error:
+            whole.set_exception(error)
+            fail(error)
+
+    for future in futures:
+        future.add_done_callback(one)
+    return whole
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common, if anything."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) or 0 in _shape(a) else None
+
+
+def _inside(piece: Box, shard: Box) -> Box:
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(piece, shard, strict=True))
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _cut(shard: jax.Array, inside: Box) -> jax.Array:
+    return shard if _shape(inside) == shard.shape else _sliced(shard, inside)
+
+
+@partial(jax.jit, static_argnums=1)
+def _sliced(shard: jax.Array, inside: Box) -> jax.Array:
+    return shard[tuple(slice(*part) for part in inside)]
+
+
+def _joined(parts: Iterable[tuple[Box, jax.Array]]) -> jax.Array:
+    """The shard of these pieces, which follow each other in its first dim."""
+    ordered = [array for _, array in sorted(parts, key=lambda part: part[0])]
+    return ordered[0] if len(ordered) == 1 else _concatenated(ordered)
+
+
+@jax.jit
+def _concatenated(parts: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts)

@@ -1,0 +1,149 @@
+"""The arrays that the programs of a stage take and give: shapes, dtypes, and how each is sharded over the devices of a worker."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jpipe.stages._functions import StageFunctions, floats_of
+from jpipe.stages._place import NoPlace, Place
+
+Tree = Any
+Spec = jax.ShapeDtypeStruct
+
+
+def shardings_of(specs: Tree) -> Tree:
+    """The shardings of specs."""
+    return jax.tree.map(lambda spec: spec.sharding, specs)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Specs, with shardings, of what a stage's programs take and give at one place.
+
+    Attributes:
+        functions: of the stage.
+        place: where it runs; a `NoPlace` tells the sizes of shards.
+        chosen: the shardings that XLA chose for arrays that stay from one program to a later one, in order: "saved" from the forward,
+            "stash" from the first half of a backward. Until they are known, those are taken to be sharded as what flows is.
+    """
+
+    functions: StageFunctions
+    place: Place | NoPlace
+    chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @cached_property
+    def params(self) -> Tree:
+        """A weight version."""
+        return self._of_params(self.functions.specs.params)
+
+    @cached_property
+    def fresh(self) -> Tree:
+        """The parameters as the layers make them."""
+        return self._of_params(self.functions.specs.fresh)
+
+    @cached_property
+    def optimizer(self) -> Tree:
+        """The optimizer state."""
+        f = self.functions
+        return self.place.specs(f.optimizer_spec, f.partition.of_optimizer(f.optimizer_spec, f.specs.params))
+
+    @cached_property
+    def accumulators(self) -> Tree:
+        """The sums over a batch; gradients are sharded as their parameters."""
+        spec = self.functions.accumulators_spec
+        return self.whole({**spec, "gradients": None}) | {"gradients": self._of_params(spec["gradients"])}
+
+    @cached_property
+    def state(self) -> Tree:
+        """The layer state, whole on each device."""
+        return self.whole(self.functions.specs.state)
+
+    @cached_property
+    def x(self) -> Tree:
+        """The stage input."""
+        return self._flow(self.functions.specs.x)
+
+    @cached_property
+    def labels(self) -> Tree:
+        """The labels, at the last stage."""
+        return self._flow(self.functions.specs.labels)
+
+    @cached_property
+    def rng(self) -> Tree:
+        """(microbatch, key)."""
+        return self.whole(self.functions.specs.rng)
+
+    @property
+    def arguments(self) -> tuple[Tree, Tree, Tree]:
+        """(state, x, labels)."""
+        return self.state, self.x, self.labels
+
+    @cached_property
+    def outputs(self) -> Tree:
+        """y: at the last stage (sum of the losses, weight)."""
+        return self._flow(self.functions.outputs_spec)
+
+    @cached_property
+    def kept(self) -> tuple[Tree, Tree]:
+        """What of the forward's arguments and outputs stays for the backward."""
+        return self.functions.residuals.keep(self.arguments, (self.outputs, self.state))
+
+    @cached_property
+    def saved(self) -> tuple[Spec, ...]:
+        """What the forward gives besides, for the backward."""
+        return tuple(self._chosen("saved", self.functions.between_specs[1]))
+
+    @cached_property
+    def message(self) -> Tree:
+        """The gradient message that arrives; at the last stage the outputs."""
+        return self._flow(self.functions.between_specs[2])
+
+    @cached_property
+    def gradient(self) -> Tree:
+        """The gradient message that leaves."""
+        f = self.functions
+        floats = [] if f.first else floats_of(self.x)
+        return floats, self.whole(Spec((), f.loss_dtype))
+
+    @property
+    def between(self) -> tuple[Any, Any, Any]:
+        """(kept, saved, message): what a backward gets."""
+        return self.kept, self.saved, self.message
+
+    @cached_property
+    def stash(self) -> tuple[Any, Any]:
+        """(rest, stash): what the second half of a backward gets."""
+        return self.functions.rest(*self.between), self._chosen("stash", self.functions.stash_spec[1])
+
+    @cached_property
+    def norm(self) -> Tree:
+        """The norm of all gradients, if updates use it."""
+        return self.whole(self.functions.norm_spec) if self.functions.global_norm else None
+
+    @cached_property
+    def scale(self) -> Tree:
+        """The dynamic loss scale, if there is one."""
+        return self.whole(self.functions.scale_spec)
+
+    @property
+    def reduced(self) -> tuple[Tree, list[Spec]]:
+        """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
+        return self.accumulators, floats_of(self.state) if self.functions.average_state == "update" else []
+
+    def whole(self, tree: Tree) -> Tree:
+        """Specs of arrays of which each device has all."""
+        return self.place.specs(tree)
+
+    def _of_params(self, tree: Tree) -> Tree:
+        return self.place.specs(tree, self.functions.partition.of_params(tree))
+
+    def _flow(self, tree: Tree) -> Tree:
+        return self.place.specs(tree, self.functions.partition.flow(tree))
+
+    def _chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
+        if name not in self.chosen:
+            return list(self._flow(list(specs)))
+        return [Spec(spec.shape, spec.dtype, sharding=sharding) for spec, sharding in zip(specs, self.chosen[name], strict=True)]

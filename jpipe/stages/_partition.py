@@ -1,0 +1,280 @@
+"""How the arrays of a stage are sharded over the mesh of each of its workers. Nothing here names a device."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jpipe._frozen import NOTHING, FrozenMapping
+from jpipe.errors import InputError, nearest
+from jpipe.model._layer import LayerSpec
+from jpipe.model._stack import LayerStack
+from jpipe.plan import Plan, Stage, mesh_rules
+
+Tree = Any
+Axes = Mapping[str, tuple[str | None, ...]]
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What each device of a stage's mesh holds.
+
+    Attributes:
+        mesh: sizes by axis, those of size 1 left out; empty: one device, which holds everything.
+        rows: of a microbatch.
+        batch: the axis over which the rows are sharded, if any.
+        params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
+        gathered: what of `params` is left where the parameters are used: the same, without the axis of the rows (`fsdp`).
+    """
+
+    mesh: FrozenMapping[int] = NOTHING
+    rows: int = 0
+    batch: str | None = None
+    params: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
+    gathered: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without its devices."""
+        return AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
+
+    def gather(self, params: Tree) -> Tree:
+        """The parameters as they are used, by entry: with `fsdp` each is gathered over the axis of the rows, inside of a program."""
+        if self.gathered == self.params:
+            return params
+        mesh = self.abstract_mesh
+
+        def gathered(entry: str, path: str, leaf: Any) -> Any:
+            if self._spec(self.gathered, entry, path) == self._spec(self.params, entry, path):
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, self._spec(self.gathered, entry, path)))
+
+        return {entry: _map_paths(lambda path, leaf, entry=entry: gathered(entry, path, leaf), tree) for entry, tree in params.items()}
+
+    def of_params(self, params: Tree) -> Tree:
+        """A `PartitionSpec` for each parameter, by entry: `params`, gradients or anything of their structure."""
+        return {
+            entry: _map_paths(lambda path, _, entry=entry: self._spec(self.params, entry, path), tree) for entry, tree in params.items()
+        }
+
+    def of_optimizer(self, optimizer: Tree, params: Tree) -> Tree:
+        """A `PartitionSpec` for each array of the optimizer state, by entry: that of the parameter whose name and shape it has."""
+        return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}
+
+    def flow(self, tree: Tree) -> Tree:
+        """A `PartitionSpec` for each array that flows from stage to stage: its first dim is sharded if it is the rows."""
+        return jax.tree.map(self._flow, tree)
+
+    def _flow(self, leaf: Any) -> PartitionSpec:
+        return PartitionSpec(self.batch) if self.batch is not None and leaf.ndim and leaf.shape[0] == self.rows else WHOLE
+
+    def _spec(self, specs: Mapping[str, Mapping[str, PartitionSpec]], entry: str, path: str) -> PartitionSpec:
+        return specs.get(entry, {}).get(path, WHOLE)
+
+    def _like_params(self, entry: str, state: Tree, params: Tree) -> Tree:
+        """As `of_optimizer` for one entry. Optax keeps trees like the parameters: an array's path ends with that of its parameter."""
+        shapes = {path: leaf.shape for path, leaf in _paths(params)}
+
+        def spec(path: str, leaf: Any) -> PartitionSpec:
+            parts = path.split("/")
+            for start in range(len(parts) + 1):
+                name = "/".join(parts[start:])
+                if shapes.get(name) == leaf.shape:
+                    return self._spec(self.params, entry, name)
+            return WHOLE
+
+        return _map_paths(spec, state)
+
+
+ONE_DEVICE = Partition()
+
+
+class _Place(NamedTuple):
+    """Where a parameter is."""
+
+    layer_id: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"layer '{self.layer_id}': parameter '{self.path}'" if self.path else f"layer '{self.layer_id}': its parameter"
+
+
+def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], rows: int) -> tuple[Partition, ...]:
+    """The partition of each stage.
+
+    Args:
+        plan: its stages, with meshes, rules and patterns.
+        stack: the model.
+        layers: from `LayerStack.specs`, all of them.
+        rows: of a microbatch.
+
+    Raises:
+        InputError: a dim that a mesh axis does not divide, logical axes without a rule, patterns or rules that match nothing, or an axis
+            of a mesh over which nothing is sharded.
+    """
+    meshes = [{axis: size for axis, size in stage.mesh.items() if size > 1} for stage in plan.stages]
+    if not any(meshes) and not plan.param_axes:
+        return (ONE_DEVICE,) * plan.depth
+    axes = {layer_id: _axes_of(plan, layer_id, spec) for layer_id, spec in layers.items()}
+    _check_matched(plan, axes, layers)
+    _check_shared(plan, stack)
+    found = tuple(
+        _partition(plan, stage, FrozenMapping(mesh), stack, layers, axes, rows) if mesh else ONE_DEVICE
+        for stage, mesh in zip(plan.stages, meshes, strict=True)
+    )
+    _check_used(plan, found)
+    return found
+
+
+def _partition(
+    plan: Plan,
+    stage: Stage,
+    mesh: FrozenMapping[int],
+    stack: LayerStack,
+    layers: Mapping[str, LayerSpec],
+    axes: Mapping[str, Axes],
+    rows: int,
+) -> Partition:
+    rules = mesh_rules(plan)
+    batch = rules["batch"] if rules["batch"] in mesh else None
+    if batch is not None and rows % mesh[batch]:
+        raise InputError(
+            f"batch: expected microbatches of a multiple of {mesh[batch]} rows, the size of the axis '{batch}' of the mesh of the stage of "
+            f"layer '{stage.layers[0]}', found {rows}; change the batch size, the number of microbatches or the mesh"
+        )
+    params: dict[str, dict[str, PartitionSpec]] = {}
+    gathered: dict[str, dict[str, PartitionSpec]] = {}
+    for entry, places in _entries(stack, stage.layers, layers).items():
+        for path, (place, spec) in places.items():
+            own = _sharded(place, spec, axes[place.layer_id].get(place.path), rules, mesh)
+            whole = _over_rows(own, spec, mesh, batch) if stage.fsdp and batch is not None else own
+            if whole != WHOLE:
+                params.setdefault(entry, {})[path] = whole
+            if own != WHOLE:
+                gathered.setdefault(entry, {})[path] = own
+    return Partition(mesh, rows, batch, params, gathered)
+
+
+def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Place, Any]]]:
+    """By entry of the stage's parameters, and by path in it, where each parameter is in the model, and its shape and dtype."""
+    fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, ids)
+    found: dict[str, dict[str, tuple[_Place, Any]]] = {}
+    for entry, tree in fresh.items():
+        first = _Place(*stack.ties.first[entry]) if entry in stack.ties.first else None
+        found[entry] = {path: (first or _Place(entry, path), leaf) for path, leaf in _paths(tree)}
+    return found
+
+
+def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of a layer's parameters: those of the first pattern that fits, else what the layer says."""
+    found = dict(spec.axes)
+    for path, _ in _paths(spec.params):
+        for pattern, axes in plan.param_axes.items():
+            if fnmatchcase(f"{layer_id}/{path}", pattern):
+                found[path] = axes
+                break
+    return found
+
+
+def _sharded(
+    place: _Place, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
+) -> PartitionSpec:
+    """How a parameter is sharded by its logical axes."""
+    if axes is None:
+        return WHOLE
+    if len(axes) != len(spec.shape):
+        raise InputError(f"{place}: expected a logical axis or None for each of its dims, {list(spec.shape)}, found {list(axes)}")
+    over: list[str | None] = []
+    for dim, name in enumerate(axes):
+        if name is not None and name not in rules:
+            known = ", ".join(f"'{rule}'" for rule in rules)
+            raise InputError(
+                f"{place}: expected logical axes that the rules name, {known}, found '{name}'; add a rule for it, such as None"
+            )
+        axis = None if name is None else rules[name]
+        axis = axis if axis in mesh else None
+        if axis is not None and axis in over:
+            raise InputError(
+                f"{place}: dims {over.index(axis)} and {dim} would both be sharded over '{axis}', found logical axes {list(axes)}; "
+                f"give one of them the rule None"
+            )
+        if axis is not None and spec.shape[dim] % mesh[axis]:
+            raise InputError(
+                f"{place}: dim {dim}, '{name}', is {spec.shape[dim]}, which the size {mesh[axis]} of the axis '{axis}' does not divide; "
+                f"use a mesh of another size, or the rule {{'{name}': None}}"
+            )
+        over.append(axis)
+    return _trimmed(over)
+
+
+def _over_rows(own: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
+    """The same, with its largest dim that is whole sharded over the axis of the rows, if that divides any."""
+    over = [*own, *[None] * (len(spec.shape) - len(own))]
+    free = [dim for dim, axis in enumerate(over) if axis is None and spec.shape[dim] and spec.shape[dim] % mesh[batch] == 0]
+    if batch not in over and free:
+        over[max(free, key=lambda dim: spec.shape[dim])] = batch
+    return _trimmed(over)
+
+
+def _trimmed(over: Sequence[str | None]) -> PartitionSpec:
+    """Without what is None at the end."""
+    last = max((dim for dim, axis in enumerate(over) if axis is not None), default=-1)
+    return PartitionSpec(*over[: last + 1])
+
+
+def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, LayerSpec]) -> None:
+    """Refuse patterns that fit no parameter, and rules for logical axes that the model does not name."""
+    names = [f"{layer_id}/{path}" for layer_id, spec in layers.items() for path, _ in _paths(spec.params)]
+    for pattern in plan.param_axes:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(f"param_axes: '{pattern}' matches no parameter of the model; {nearest(pattern, names)}")
+    logical = {"batch", *(name for own in axes.values() for over in own.values() for name in over if name is not None)}
+    for name in plan.rules:
+        if name not in logical:
+            raise InputError(f"rules: no parameter of the model has the logical axis '{name}'; {nearest(name, sorted(logical))}")
+
+
+def _check_shared(plan: Plan, stack: LayerStack) -> None:
+    """Refuse parameters that stages on different meshes share: their copies would be rounded differently."""
+    for stages, names in stack.ties.sharing([stage.layers for stage in plan.stages]).groups:
+        meshes = [(plan.stages[s].mesh, plan.stages[s].fsdp) for s in stages]
+        if len(set(meshes)) > 1:
+            found = ", ".join(
+                f"stage {s} on {dict(mesh)}{' with fsdp' if fsdp else ''}" for s, (mesh, fsdp) in zip(stages, meshes, strict=True)
+            )
+            raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {found}; give them one mesh")
+
+
+def _check_used(plan: Plan, found: Sequence[Partition]) -> None:
+    """Refuse an axis of a mesh over which no stage shards anything."""
+    for axis in dict.fromkeys(axis for partition in found for axis in partition.mesh):
+        specs = [spec for partition in found for own in partition.params.values() for spec in own.values()]
+        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in found):
+            raise InputError(
+                f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "
+                f"in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis"
+            )
+
+
+def _paths(tree: Tree) -> Iterator[tuple[str, Any]]:
+    return ((_path(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0])
+
+
+def _map_paths(function: Any, tree: Tree) -> Tree:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(_path(path), leaf), tree)
+
+
+def _path(path: Iterable[Any]) -> str:
+    return "/".join(str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path)
+
+
+def shard_bytes(leaf: Any) -> int:
+    """The bytes of an array, or of a spec with a sharding, that each device holds."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

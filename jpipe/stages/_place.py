@@ -1,0 +1,84 @@
+"""Where a worker computes: a device, or the mesh of devices of its stage."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jpipe._frozen import NOTHING, FrozenMapping
+from jpipe.stages._partition import WHOLE
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of a worker, in one process.
+
+    Attributes:
+        devices: as many as the mesh has; one without a mesh.
+        mesh: sizes by axis, those of size 1 left out.
+    """
+
+    devices: tuple[jax.Device, ...]
+    mesh: FrozenMapping[int] = NOTHING
+
+    @property
+    def first(self) -> jax.Device:
+        """The device that speaks for all of them."""
+        return self.devices[0]
+
+    @property
+    def process_index(self) -> int:
+        """The process that has the devices."""
+        return self.first.process_index
+
+    def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding:
+        """Of an array on these devices; without a spec each has all of it."""
+        return NamedSharding(self._mesh, spec) if self.mesh else SingleDeviceSharding(self.first)
+
+    def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
+        """The shapes and dtypes of a tree with their shardings here, from their `PartitionSpec`s; without any they are whole."""
+        if specs is None:
+            specs = jax.tree.map(lambda _: WHOLE, tree)
+        return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(spec)), tree, specs)
+
+    def like(self, tree: Tree) -> Tree:
+        """The shardings of arrays (or specs) of another worker of the same stage, on these devices."""
+        return jax.tree.map(lambda leaf: self.sharding(getattr(leaf.sharding, "spec", WHOLE)), tree)
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return mesh_of(self.devices, self.mesh)
+
+
+@dataclass(frozen=True)
+class NoPlace:
+    """A place without devices, for the sizes of shards.
+
+    Attributes:
+        mesh: as in `Place`.
+    """
+
+    mesh: FrozenMapping[int]
+
+    def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding | None:
+        """As in `Place`; None where there is no mesh."""
+        if not self.mesh:
+            return None
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
+        return NamedSharding(mesh, spec)
+
+    specs: Callable[..., Tree] = Place.specs
+
+
+def mesh_of(devices: tuple[jax.Device, ...], sizes: FrozenMapping[int]) -> Mesh:
+    """JAX's mesh of these devices: the last axis has neighbours."""
+    assert len(devices) == math.prod(sizes.values()), f"{len(devices)} devices for {sizes}"
+    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
