@@ -1,6 +1,7 @@
 """The small models, losses, optimizers, batches and plans that the tests of the library share."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,15 @@ def tied_stack() -> LayerStack:
     """The rich stack, two layers of which have one matrix."""
     layers = {"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()}
     return LayerStack(layers, ties=[Tie(("noise", "w"), ("out", "w"))])
+
+
+@functools.cache
+def wide_stack(tied: bool = False) -> LayerStack:
+    """The rich stack four numbers wide, for meshes: its layers name the logical axes of their parameters."""
+    over, back = {"w": ("embed", "mlp"), "b": ("mlp",)}, {"w": ("mlp", "embed")}
+    layers = {"track": tracking(4), "noise": noisy(width=4), "mix": dense(4), "out": tracking(4)}
+    named = {layer_id: replace(layer, axes=axes) for (layer_id, layer), axes in zip(layers.items(), (over, back, over, back), strict=True)}
+    return LayerStack(named, ties=[Tie(("noise", "w"), ("out", "w"))] if tied else ())
 
 
 def masked_squares(y, labels):

@@ -51,6 +51,37 @@ CASES: dict[str, dict[str, dict]] = {
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
+    "2, meshes": {
+        "gpipe on meshes": {"num_stages": 2, "schedule": "gpipe", "microbatches": 2, "mesh": {"data": 2, "model": 2}, "clip": 3.0},
+        "2bw, fsdp": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 2, "mesh": {"data": 2, "model": 2}, "fsdp": True},
+        "unlike": {
+            "num_stages": 2,
+            "schedule": "pipedream",
+            "microbatches": 1,
+            "mesh": [{"model": 2, "data": 2}, {"data": 4}],
+        },
+        "tied on meshes": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 2,
+            "mesh": {"data": 2, "model": 2},
+            "tied": True,
+        },
+        "replicas on meshes": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 4,
+            "replicas": 2,
+            "mesh": {"model": 2},
+            "placement": [[0, 4], [2, 6]],
+        },
+        "four to two": {
+            "num_stages": 2,
+            "schedule": "zb_h1",
+            "microbatches": 2,
+            "mesh": [{"data": 4}, {"model": 2, "data": 2}],
+        },
+    },
     "4": {
         "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
         "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True, "clip": 3.0},
@@ -60,7 +91,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
-INLINE = ("2bw", "round_robin")
+INLINE = ("2bw", "round_robin", "unlike")
 """Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
@@ -73,11 +104,13 @@ def pipeline(fields: dict):
 
     clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
-    stack = models.tied_stack() if fields.pop("tied", False) else models.rich_stack()
+    tied, wide = fields.pop("tied", False), "mesh" in fields
+    stack = models.wide_stack(tied) if wide else models.tied_stack() if tied else models.rich_stack()
     plan = Plan.even(stack.ids, **fields)
+    sizes = {"rows": 4, "width": 4} if wide else {}
     options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
-    return pipe, models.masked_batches(BATCHES, plan.microbatches)
+    return pipe, models.masked_batches(BATCHES, plan.microbatches, **sizes)
 
 
 def train(fields: dict) -> dict[str, np.ndarray]:
@@ -165,8 +198,8 @@ def train_all(group: str, count: int, file: str) -> None:
     if count > 1:
         found["refused"] = np.asarray(refusal())
         found |= save_copies(Path(file).parent) if "tied" in mine else {}
-        _executor.Transport = functools.partial(_executor.Transport, threads=False)
         inline = [case for case in INLINE if case in mine]
+        _executor.Transport = functools.partial(_executor.Transport, threads=False)
         found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
     np.savez(file, **found)
 
@@ -193,7 +226,8 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
     jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(dir=Path(file).parent))  # the cases have much in common
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_num_cpu_devices", 1 if count > 1 else 4)
+    meshes = any("mesh" in fields for fields in CASES[group].values())
+    jax.config.update("jax_num_cpu_devices", (4 if count > 1 else 8) if meshes else 1 if count > 1 else 4)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, count, index)
