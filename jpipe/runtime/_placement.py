@@ -74,10 +74,12 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
     """The devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
-        ranks = f"{len(sizes)} ranks" if max(sizes) == 1 else f"{len(sizes)} ranks on {needed} devices"
+        meshes = max(sizes) > 1
+        ranks = f"{len(sizes)} ranks on {needed} devices" if meshes else f"{len(sizes)} ranks"
+        change = "stages, replicas, meshes" if meshes else "stages, replicas"
         raise InputError(
             f"plan: expected at least as many ranks as devices in a run of {processes} processes, found {ranks} for "
-            f"{len(everywhere)} devices; change stages, replicas, meshes or the number of processes, or name the devices in placement",
+            f"{len(everywhere)} devices; change {change} or the number of processes, or name the devices in placement",
             *_both_grids(plan, everywhere),
         )
     if needed <= len(everywhere):

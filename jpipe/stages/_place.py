@@ -44,9 +44,7 @@ class Place:
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
         """The shapes and dtypes of a tree with their shardings here, from their `PartitionSpec`s; without any they are whole."""
-        if specs is None:
-            specs = jax.tree.map(lambda _: WHOLE, tree)
-        return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(spec)), tree, specs)
+        return _specs(self.sharding, tree, specs)
 
     def like(self, tree: Tree) -> Tree:
         """The shardings of arrays (or specs) of another worker of the same stage, on these devices."""
@@ -74,7 +72,15 @@ class NoPlace:
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
         return NamedSharding(mesh, spec)
 
-    specs: Callable[..., Tree] = Place.specs
+    def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
+        """As in `Place`."""
+        return _specs(self.sharding, tree, specs)
+
+
+def _specs(sharding: Callable[[PartitionSpec], Sharding | None], tree: Tree, specs: Tree | None) -> Tree:
+    if specs is None:
+        specs = jax.tree.map(lambda _: WHOLE, tree)
+    return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(spec)), tree, specs)
 
 
 def mesh_of(devices: tuple[jax.Device, ...], sizes: FrozenMapping[int]) -> Mesh:

@@ -33,7 +33,7 @@ def plan_of(*replicas, **fields) -> Plan:
 
 def numbers(plan, given=None) -> list[int]:
     """The devices of the workers, counted over all processes."""
-    return [device.id - 10 for device in place(plan, given)]
+    return [place_.first.id - 10 for place_ in place(plan, given)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""Stages on meshes train what stages on one device each train: in float64 to rounding, and bit for bit where no sum changes its order."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpipe import InputError, Pipeline, Plan, simulate
+from jpipe.runtime._snapshot import average_replicas
+from jpipe.stages._partition import shard_bytes
+from tests.jpipe import models, running
+
+ROWS = 4  # of a microbatch
+MESHES = {
+    "rows": [{"data": 2}] * 2,
+    "weights": [{"model": 2}] * 2,
+    "both": [{"data": 2, "model": 2}] * 2,
+    "unlike": [{"model": 2}, {"data": 4}],
+    "unlike, the other way": [{"data": 4}, {"data": 2, "model": 2}],
+    "only the last": [{}, {"model": 4}],
+    "one device": [{"data": 1, "model": 1}] * 2,
+}
+SCHEDULES = {
+    "naive": {"schedule": "naive", "microbatches": 2},
+    "gpipe": {"schedule": "gpipe", "microbatches": 3},
+    "flush": {"schedule": "pipedream_flush", "microbatches": 3},
+    "pipedream": {"schedule": "pipedream", "microbatches": 1},
+    "vertical sync": {"schedule": "pipedream", "microbatches": 1, "vertical_sync": True},
+    "2bw": {"schedule": "pipedream_2bw", "microbatches": 3},
+    "zb_h1": {"schedule": "zb_h1", "microbatches": 3},
+    "early": {"schedule": "pipedream_2bw", "microbatches": 3, "split_backward": "early"},
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def trained(plan: Plan, stack=None, steps: int = 4, **options) -> tuple[running.Trained, Pipeline]:
+    pipe = Pipeline(stack or models.wide_stack(), plan, models.masked_squares, models.momentum(), **options)
+    return running.train(pipe, batches_for(plan, steps)), pipe
+
+
+def batches_for(plan: Plan, count: int = 4) -> list:
+    return models.masked_batches(count, plan.microbatches, rows=ROWS, width=4, dtype=np.float64)
+
+
+def even(**fields) -> Plan:
+    return Plan.even(models.wide_stack().ids, fields.pop("num_stages", 2), **fields)
+
+
+def check_close(found: running.Trained, expected: running.Trained) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.thinned(most=3, most_slow=8)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_changes_no_number(mesh, schedule):
+    expected, _ = trained(even(**SCHEDULES[schedule]))
+    found, _ = trained(even(**SCHEDULES[schedule], mesh=MESHES[mesh]))
+    if mesh == "one device":
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    check_close(found, expected)
+
+
+OPTIONS = {
+    "fsdp": {"mesh": {"data": 2, "model": 2}, "fsdp": True},
+    "fsdp of rows only": {"mesh": {"data": 4}, "fsdp": True},
+    "clipped": {"mesh": {"data": 2, "model": 2}, "clip_global_norm": 0.5},
+    "recomputed": {"mesh": {"data": 2, "model": 2}, "fsdp": True, "recompute": "full"},
+    "average": {"mesh": {"model": 2}, "ema_decay": 0.9},
+    "replicas": {"mesh": {"model": 2}, "replicas": 2, "microbatches": 4},
+    "replicas of one stage": {"mesh": [{"model": 2}, {"data": 2, "model": 2}], "replicas": (2, 1), "microbatches": 4},
+    "tied": {"mesh": {"data": 2, "model": 2}, "tied": True},
+}
+
+
+@pytest.mark.thinned(most=2, most_slow=6)
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
+    fields = {"microbatches": 3, **OPTIONS[option], "schedule": schedule}
+    options = {name: fields.pop(name) for name in ("clip_global_norm", "ema_decay") if name in fields}
+    stack = models.wide_stack(fields.pop("tied", False))
+    plain = {name: value for name, value in fields.items() if name not in ("mesh", "fsdp")}
+    expected, _ = trained(even(**plain), stack, **options)
+    found, _ = trained(even(**fields), stack, **options)
+    check_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_chunks_on_meshes_change_no_number(schedule):
+    fields = {"num_stages": 4, "schedule": schedule, "microbatches": 4, "chunks_per_rank": 2}
+    expected, _ = trained(even(**fields))
+    found, _ = trained(even(**fields, mesh={"data": 2, "model": 2}, fsdp=True))
+    check_close(found, expected)
+
+
+def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
+    plan = even(schedule="pipedream_2bw", microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
+    pipe = Pipeline(models.wide_stack(), plan, models.masked_squares, optax.adam(1e-2))
+    batches = batches_for(plan)
+    state = pipe.init(jax.random.key(0), batches[0])
+    worker, _ = state.workers
+    weights = worker.versions[0]
+    assert weights["track"]["w"].sharding.spec == PartitionSpec("data", "model")
+    assert weights["track"]["w"].addressable_shards[0].data.shape == (2, 2)
+    assert weights["noise"]["b"].sharding.spec == PartitionSpec("data"), "it names no axes: fsdp alone shards it"
+    costs = pipe.costs(batches[0])
+    per_device = sum(shard.data.nbytes for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards[:1])
+    assert costs[0].weights == per_device < sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / 2
+    assert costs[0].optimizer == sum(map(shard_bytes, jax.tree.leaves(worker.optimizer))) < 2 * per_device + 64
+    before = [alive(place.first) for place in pipe.places]
+    held = [0, 0]
+
+    def observe(event):
+        held[event.instruction.worker] = max(held[event.instruction.worker], alive(pipe.devices[event.instruction.worker]))
+
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=observe)
+    predicted = simulate(plan, batches=len(batches), costs=pipe.costs(batches[0])).peak_bytes
+    resting = [sum(cost[name] for name in ("weights", "optimizer", "state", "accumulators")) for cost in map(vars, costs)]
+    assert [most - at_first + rest for most, at_first, rest in zip(held, before, resting, strict=True)] == pytest.approx(predicted, abs=64)
+
+
+def alive(device: jax.Device) -> int:
+    """Bytes on a device of all arrays that are not deleted, but keys and marks of computations."""
+    gc.collect()
+    arrays = [a for a in jax.live_arrays() if device in a.devices() and not a.is_deleted()]
+    return sum(shard_bytes(a) for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key) and a.dtype != bool)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+def test_a_run_goes_on_under_another_mesh(schedule):
+    before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
+    batches = batches_for(before, 5)
+    pipe = Pipeline(models.wide_stack(), before, models.masked_squares, models.momentum())
+    state = pipe.init(jax.random.key(running.KEY), batches[0])
+    snapshot = pipe.snapshot(2)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    for after in (before, even(schedule=schedule, microbatches=2, mesh=[{"model": 4}, {}]), even(schedule=schedule, microbatches=2)):
+        other = Pipeline(models.wide_stack(), after, models.masked_squares, models.momentum())
+        layers = average_replicas(jax.tree.map(np.asarray, snapshot.layers()))
+        resumed = other.restore(jax.random.key(running.KEY), batches[0], layers, 2)
+        for batch in batches[2:]:
+            resumed, _ = other.step(resumed, batch)
+        found, expected = other.params(other.drain(resumed)), pipe.params(state)
+        for one, another in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(another), rtol=1e-10, atol=1e-12)
+
+
+def test_stages_that_share_a_parameter_have_one_mesh():
+    plan = even(schedule="gpipe", microbatches=2, mesh=[{"model": 2}, {"data": 2}])
+    with pytest.raises(InputError, match="ties: expected the same mesh for all stages that share 'noise shared w', found stage 0 on"):
+        trained(plan, models.wide_stack(tied=True))
