@@ -14,7 +14,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from planner.machine.local import host_memory, usable_cores
 from planner.search.balance import balance
-from train.assemble import labels, model
+from train.assemble import labels, meshes, model
 from train.assemble.optimizer import optimizer
 from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from train.console.progress import Reporter
@@ -65,6 +65,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     with named_as_in_the_config(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
+        meshes.check(config, pipe.plan, layers)
         check_memory(params, pipe.optimizer, pipe.plan, devices_that_start(pipe), pipe.precision.has_masters)
         pipe.check(batch, model.metrics(config.eval))
     return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
@@ -139,6 +140,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
         yield
     except jpipe.InputError as error:
         options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
+        options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
@@ -208,7 +210,8 @@ def check_memory(
     """
     own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
     layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
-    weights, have = bytes_of(layers), memory_of([device for _, device in own])
+    each = {device: plan.stages[s].devices_each for s, device in own}
+    weights, have = bytes_of(layers), memory_of(each)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
     versions = weights // 2 if has_masters else 0
@@ -225,31 +228,38 @@ def bytes_of(specs: Any) -> int:
     return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
 
 
-def memory_of(devices: Sequence[Any]) -> float:
-    """Bytes of memory of these devices together; infinite where that is not known."""
-    if devices[0].platform == "cpu":
+def memory_of(devices: Mapping[Any, int]) -> float:
+    """Bytes of memory of these devices together; infinite where that is not known.
+
+    Args:
+        devices: the first of each mesh, and how many the mesh has.
+    """
+    if any(device.platform == "cpu" for device in devices):
         return host_memory()
-    return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
+    return float(sum(count * (device.memory_stats() or {}).get("bytes_limit", math.inf) for device, count in devices.items()))
 
 
 def devices_of(plan: jpipe.Plan) -> int:
     """How many devices, of all processes, the plan asks for."""
-    return len(plan.rank_workers) if plan.placement is None else 1 + max(number for rank in plan.placement for number in rank)
+    each = [plan.stages[stages[0]].devices_each for stages in plan.rank_stages]
+    if plan.placement is None:
+        return sum(each[p] for p, _ in plan.rank_places)
+    return max(number + count for numbers, count in zip(plan.placement, each, strict=True) for number in numbers)
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Where CPUs are the devices, have JAX make one for each rank when it starts, which code of the user's may cause.
+    """Where CPUs are the devices, have JAX make those of each rank when it starts, which code of the user's may cause.
 
-    Several processes share the ranks evenly. Where that does not divide, each has one device, and the pipeline says what fits.
+    Several processes share them evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read, or has fewer ranks than there are processes.
+        jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.
     """
     with named_as_in_the_config(config.file):
         if config.file == AUTO:  # one for each core, or one in each process
             count = usable_cores() if num_processes == 1 else num_processes
         else:
-            count = config.ranks if config.file is None else devices_of(read_plan(config.file))
+            count = config.devices if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
                 f"plan: expected at least as many ranks as processes, found {count} for {num_processes} processes; start fewer, or use "
