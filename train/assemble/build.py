@@ -65,7 +65,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     with named_as_in_the_config(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
-        meshes.check(config, pipe.plan, layers)
+        meshes.check_heads(config.model, pipe.plan)
         check_memory(params, pipe.optimizer, pipe.plan, devices_that_start(pipe), pipe.precision.has_masters)
         pipe.check(batch, model.metrics(config.eval))
     return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)
@@ -169,14 +169,14 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
-    """The device of each worker.
+def devices_that_start(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
+    """The devices of each worker: one, or those of its mesh.
 
     Raises:
         jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit those that there are.
     """
     start_devices()
-    return pipe.devices
+    return [place.devices for place in pipe.places]
 
 
 def start_devices() -> None:
@@ -196,7 +196,7 @@ def check_memory(
     specs: Mapping[str, Any],
     rule: optax.GradientTransformation,
     plan: jpipe.Plan,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Sequence[jax.Device]],
     has_masters: bool = False,
 ) -> None:
     """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
@@ -205,13 +205,12 @@ def check_memory(
         specs: shapes and dtypes of the parameters, by layer id.
         rule: the optimizer.
         plan: each replica of a stage holds all of its layers.
-        devices: where the workers run; those of this process are looked at.
+        devices: of each worker; those of this process are looked at.
         has_masters: whether weights of half that size come on top of the parameters.
     """
-    own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
+    own = [(s, held) for (s, _), held in zip(plan.workers, devices, strict=True) if held[0].process_index == jax.process_index()]
     layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
-    each = {device: plan.stages[s].devices_each for s, device in own}
-    weights, have = bytes_of(layers), memory_of(each)
+    weights, have = bytes_of(layers), memory_of([device for _, held in own for device in held])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
     versions = weights // 2 if has_masters else 0
@@ -228,15 +227,11 @@ def bytes_of(specs: Any) -> int:
     return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
 
 
-def memory_of(devices: Mapping[Any, int]) -> float:
-    """Bytes of memory of these devices together; infinite where that is not known.
-
-    Args:
-        devices: the first of each mesh, and how many the mesh has.
-    """
-    if any(device.platform == "cpu" for device in devices):
+def memory_of(devices: Sequence[Any]) -> float:
+    """Bytes of memory of these devices together; infinite where that is not known."""
+    if devices[0].platform == "cpu":
         return host_memory()
-    return float(sum(count * (device.memory_stats() or {}).get("bytes_limit", math.inf) for device, count in devices.items()))
+    return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
 
 
 def devices_of(plan: jpipe.Plan) -> int:
