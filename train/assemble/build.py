@@ -41,6 +41,7 @@ def build(
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
+        meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
             batches = (load or data.load)(config)
         for remark in batches.remarks:
@@ -65,7 +66,6 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     with named_as_in_the_config(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
-        meshes.check_heads(config.model, pipe.plan)
         check_memory(params, pipe.optimizer, pipe.plan, devices_that_start(pipe), pipe.precision.has_masters)
         pipe.check(batch, model.metrics(config.eval))
     return labels.checked(config, batches, layers[pipe.stack.ids[-1]].output)

@@ -25,7 +25,7 @@ def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, reporter: R
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     then, now = mesh_words(resumed.plan), mesh_words(plan)
     if then != now:
-        reporter.say(f"the checkpoint was written by stages on {then}, which are on {now} now: numbers may differ by rounding")
+        reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
     if others := resumed.other_versions():
         reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ")
 
