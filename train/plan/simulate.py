@@ -145,7 +145,8 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
-    rows = [[*head, "sends a batch", "peak memory"] if sized else head]
+    peak = "peak memory, each device" if has_meshes(plan) else "peak memory"
+    rows = [[*head, "sends a batch", peak] if sized else head]
     for rank, workers in enumerate(plan.rank_workers):
         sizes = [decimal(prediction.moved_bytes[rank] // batches), decimal(prediction.peak_bytes[rank])]
         for w in workers:

@@ -3,11 +3,15 @@
 import contextlib
 import re
 
+import jax
+import optax
 import pytest
 
 import jpipe
-from train.assemble.meshes import check_heads, has_meshes, mesh_words
+from train.assemble.meshes import check_heads, device_kinds, has_meshes, mesh_words
 from train.config.model_config import ModelConfig
+from train.models.cross_entropy import loss
+from train.models.layers import layers
 
 IDS = ["embed", "block_0", "block_1", "head"]
 
@@ -56,3 +60,9 @@ def test_meshes_in_words(mesh, fields, words):
 def test_each_device_has_whole_heads(model, mesh, fields, message):
     with contextlib.nullcontext() if message is None else pytest.raises(jpipe.InputError, match=re.escape(message)):
         check_heads(ModelConfig(**model), plan_of(mesh, **fields))
+
+
+def test_all_devices_of_the_meshes_count():
+    stack = layers(ModelConfig(depth=2, width=8, heads=2, seq_len=8))
+    pipe = jpipe.Pipeline(stack, plan_of([{"data": 2, "model": 2}, {}]), loss, optax.sgd(0.1))
+    assert device_kinds(pipe) == [jax.devices()[0].device_kind] * 5
