@@ -14,7 +14,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from planner.machine.local import host_memory, usable_cores
 from planner.search.balance import balance
-from train.assemble import labels, model
+from train.assemble import labels, meshes, model
 from train.assemble.optimizer import optimizer
 from train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from train.console.progress import Reporter
@@ -41,6 +41,7 @@ def build(
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)
         plan.check_layers(stack.ids)
+        meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
             batches = (load or data.load)(config)
         for remark in batches.remarks:
@@ -139,6 +140,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
         yield
     except jpipe.InputError as error:
         options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
+        options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
@@ -167,14 +169,14 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def devices_that_start(pipe: jpipe.Pipeline) -> tuple[jax.Device, ...]:
-    """The device of each worker.
+def devices_that_start(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
+    """The devices of each worker: one, or those of its mesh.
 
     Raises:
         jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit those that there are.
     """
     start_devices()
-    return pipe.devices
+    return [place.devices for place in pipe.places]
 
 
 def start_devices() -> None:
@@ -194,7 +196,7 @@ def check_memory(
     specs: Mapping[str, Any],
     rule: optax.GradientTransformation,
     plan: jpipe.Plan,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Sequence[jax.Device]],
     has_masters: bool = False,
 ) -> None:
     """Refuse a model that cannot fit in all the memory there is. One that is not refused may be too large all the same.
@@ -203,12 +205,12 @@ def check_memory(
         specs: shapes and dtypes of the parameters, by layer id.
         rule: the optimizer.
         plan: each replica of a stage holds all of its layers.
-        devices: where the workers run; those of this process are looked at.
+        devices: of each worker; those of this process are looked at.
         has_masters: whether weights of half that size come on top of the parameters.
     """
-    own = [(s, device) for (s, _), device in zip(plan.workers, devices, strict=True) if device.process_index == jax.process_index()]
+    own = [(s, held) for (s, _), held in zip(plan.workers, devices, strict=True) if held[0].process_index == jax.process_index()]
     layers = [specs[layer_id] for s, _ in own for layer_id in plan.stages[s].layers]
-    weights, have = bytes_of(layers), memory_of([device for _, device in own])
+    weights, have = bytes_of(layers), memory_of([device for _, held in own for device in held])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
     versions = weights // 2 if has_masters else 0
@@ -234,22 +236,25 @@ def memory_of(devices: Sequence[Any]) -> float:
 
 def devices_of(plan: jpipe.Plan) -> int:
     """How many devices, of all processes, the plan asks for."""
-    return len(plan.rank_workers) if plan.placement is None else 1 + max(number for rank in plan.placement for number in rank)
+    each = [plan.stages[stages[0]].devices_each for stages in plan.rank_stages]
+    if plan.placement is None:
+        return sum(each[p] for p, _ in plan.rank_places)
+    return max(number + count for numbers, count in zip(plan.placement, each, strict=True) for number in numbers)
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Where CPUs are the devices, have JAX make one for each rank when it starts, which code of the user's may cause.
+    """Where CPUs are the devices, have JAX make those of each rank when it starts, which code of the user's may cause.
 
-    Several processes share the ranks evenly. Where that does not divide, each has one device, and the pipeline says what fits.
+    Several processes share them evenly. Where that does not divide, each has one device, and the pipeline says what fits.
 
     Raises:
-        jpipe.InputError: the plan cannot be read, or has fewer ranks than there are processes.
+        jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.
     """
     with named_as_in_the_config(config.file):
         if config.file == AUTO:  # one for each core, or one in each process
             count = usable_cores() if num_processes == 1 else num_processes
         else:
-            count = config.ranks if config.file is None else devices_of(read_plan(config.file))
+            count = config.devices if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
                 f"plan: expected at least as many ranks as processes, found {count} for {num_processes} processes; start fewer, or use "

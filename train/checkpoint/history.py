@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pydantic
 
 import jpipe
+from train.assemble.meshes import has_meshes, mesh_words
 from train.console.terminal import count, duration
 
 MOST_PARTS = 1000  # that a checkpoint keeps, the latest
@@ -87,7 +88,8 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
     ranks = f" on {count(len(plan.rank_stages), 'rank')}" if plan.depth > len(plan.rank_stages) else ""
-    words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
+    meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
+    words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{meshes}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
     words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""
     optimizer = optimizer_words(config.get("optimizer"))
     return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates)

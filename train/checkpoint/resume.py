@@ -18,7 +18,7 @@ from planner.machine.plain_yaml import parse
 from train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
 from train.checkpoint.run_folder import folder_of, is_of_this_job
 from train.config import config_file
-from train.config.config import Config
+from train.config.config import Config, PlanConfig
 from train.launch.numeric_settings import numeric_settings
 from train.launch.together import Together
 
@@ -123,7 +123,7 @@ class Resumed:
         plans = before.pop("plan", None), now.pop("plan")
         flat, there = _flat(now), _flat(before)
         changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
-        return (["plan"] if plans[0] != plans[1] else []) + changed
+        return (["plan"] if _differs(*plans) else []) + changed
 
     def other_versions(self) -> list[str]:
         """`JAX 0.10.1, now 0.10.2`: of each library, and each setting that can change numbers, that was another one when it was written."""
@@ -284,6 +284,12 @@ def _is_number(value: Any) -> bool:
 
 
 _LONGEST_ROW = 2**16  # characters; a thousand metrics
+
+
+def _differs(before: Any, now: dict[str, Any]) -> bool:
+    """Whether a section has another value for one of its keys; a jpipe that had fewer keys did as their defaults say."""
+    usual = PlanConfig().model_dump()
+    return not isinstance(before, dict) or any(before.get(key, usual[key]) != value for key, value in now.items())
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The keys of the YAML file, their defaults and their checks. A wrong value is refused before any device works."""
 
+import math
+import operator
 import re
 import reprlib
 import warnings
@@ -148,6 +150,8 @@ class PlanConfig(Section):
 
     The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
     stages of equal cost. With "auto" as the file the run begins with finding the best plan.
+
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or a list with one mesh for each stage; {}: one device.
     """
 
     schedule: str = "pipedream_2bw"
@@ -157,6 +161,8 @@ class PlanConfig(Section):
     chunks_per_rank: Count | None = None
     replicas: int | list[int] = 1
     recompute: str | list[str] = "none"
+    mesh: dict[str, int] | list[dict[str, int]] = {}
+    fsdp: bool = False
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
     vertical_sync: bool = False
     noam: bool = False
@@ -166,6 +172,9 @@ class PlanConfig(Section):
     scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
+    rules: dict[str, str | None] = {}
+    param_axes: dict[str, list[str | None]] = {}
+    shard_optimizer: bool = False
     file: FilePath | None = None
 
     @field_validator("schedule")
@@ -184,11 +193,34 @@ class PlanConfig(Section):
             raise ValueError(f"expected {expected}, found {reprlib.repr(value)}")
         return value
 
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _meshes(cls, value: object) -> object:
+        meshes = value if isinstance(value, list) else [value]
+        if not all(isinstance(mesh, dict) and all(type(size) is int and size >= 1 for size in mesh.values()) for mesh in meshes):
+            expected = "axes and sizes, such as {data: 2, model: 4}, or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}; {{}} is one device")
+        return value
+
     @property
     def ranks(self) -> int:
         """How many ranks the keys ask for, each replica counted, those of a file left aside."""
-        workers = self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
-        return max(workers // (self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)), 1)
+        return max(sum(self._replicas_of_stages) // self._stages_each, 1)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the keys ask for: those of the mesh of each rank."""
+        meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
+        sizes = [math.prod(mesh.values()) for mesh in meshes]
+        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_each, 1)
+
+    @property
+    def _replicas_of_stages(self) -> list[int]:
+        return [self.replicas] * self.num_stages if isinstance(self.replicas, int) else self.replicas
+
+    @property
+    def _stages_each(self) -> int:
+        return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -21,10 +21,10 @@ class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         init = nnx.initializers.normal(transformer.STD)
-        self.token = nnx.Embed(config.vocab_size, config.width, embedding_init=init, rngs=rngs)
+        self.token = transformer.table(config.vocab_size, config, init, rngs, "vocab")
         position = transformer.waves if config.init == "scaled" else init
-        self.position = nnx.Embed(config.max_positions_used, config.width, embedding_init=position, rngs=rngs)
-        self.type = nnx.Embed(2, config.width, embedding_init=init, rngs=rngs)
+        self.position = transformer.table(config.max_positions_used, config, position, rngs)
+        self.type = transformer.table(2, config, init, rngs)
         self.norm = transformer.norm(config, rngs)
         self.dropout = transformer.dropout(config, rngs)
 
@@ -46,9 +46,10 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
         self.dtype, self.chunk, self.activation = transformer.dtype_of(config), chunk, config.activation
         linear = transformer.linear(config, rngs)
-        self.pooler = linear(config.width, config.width)
-        self.next_sentence = linear(config.width, 2)
-        self.transform = linear(config.width, config.width)
+        names = transformer.axes("embed", None)
+        self.pooler = linear(config.width, config.width, **names)
+        self.next_sentence = linear(config.width, 2, **names)
+        self.transform = linear(config.width, config.width, **names)
         self.norm = transformer.norm(config, rngs)
         self.token = transformer.tied_embedding(config, rngs)
         self.logits = _Bias(config.vocab_size)
@@ -65,4 +66,4 @@ class _Bias(nnx.Module):
     """A number to add to the logit of each symbol."""
 
     def __init__(self, size: int):
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), **transformer.named("vocab"))

@@ -112,13 +112,16 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
 
 
 def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
-    """The same with hidden (chunks, size, w) and labels (chunks, size), all as `dtype`; those added to fill the last are not counted."""
+    """The same with hidden (chunks, size, w) and labels (chunks, size), all as `dtype`; those added to fill up are not counted.
+
+    A chunk takes positions at equal distances, so that it has as many of each part of the rows: where these are sharded, so is each chunk.
+    """
     width, count = outputs.hidden.shape[-1], labels.size
     chunks = -(-count // outputs.chunk)
     size = -(-count // chunks)
     fill = chunks * size - count
-    hidden = jnp.pad(outputs.hidden.reshape(count, width), ((0, fill), (0, 0))).reshape(chunks, size, width)
-    padded = jnp.pad(labels.reshape(count).astype(jnp.int32), (0, fill), constant_values=-1).reshape(chunks, size)
+    hidden = jnp.pad(outputs.hidden.reshape(count, width), ((0, fill), (0, 0))).reshape(size, chunks, width).swapaxes(0, 1)
+    padded = jnp.pad(labels.reshape(count).astype(jnp.int32), (0, fill), constant_values=-1).reshape(size, chunks).T
     bias = None if outputs.bias is None else outputs.bias.astype(outputs.dtype)
     return replace(outputs, hidden=hidden.astype(outputs.dtype), kernel=outputs.kernel.astype(outputs.dtype), bias=bias), padded
 

@@ -32,10 +32,10 @@ class Embed(nnx.Module):
         # Of order one, as are the blocks' outputs: much smaller ones make gradients that a delayed update (2BW, PipeDream) overshoots with.
         # Where they also make the logits, these would be too large.
         token = nnx.initializers.normal(1.0 if is_scaled and not config.tied else STD)
-        self.token = nnx.Embed(config.vocab_size, config.width, embedding_init=token, rngs=rngs)
+        self.token = table(config.vocab_size, config, token, rngs, "vocab")
         if config.positions == "learned":
             position = waves if is_scaled else nnx.initializers.normal(STD)
-            self.position = nnx.Embed(config.max_positions_used, config.width, embedding_init=position, rngs=rngs)
+            self.position = table(config.max_positions_used, config, position, rngs)
         self.dropout = dropout(config, rngs)
 
     def __call__(self, inputs: Any) -> Stream:
@@ -60,13 +60,13 @@ class Block(nnx.Module):
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
         back = partial(into, kernel_init=smaller)
         self.attention_norm = norm(config, rngs)
-        self.qkv = into(width, (config.heads + 2 * config.kv_heads_used) * size)
-        self.project = back(config.heads * size, width)
+        self.qkv = into(width, (config.heads + 2 * config.kv_heads_used) * size, **axes("embed", "heads"))
+        self.project = back(config.heads * size, width, **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
-        self.expand = into(width, inner)
+        self.expand = into(width, inner, **axes("embed", "mlp"))
         if config.gated_mlp:
-            self.gate = into(width, inner)
-        self.contract = back(inner, width)
+            self.gate = into(width, inner, **axes("embed", "mlp"))
+        self.contract = back(inner, width, **axes("mlp", "embed"))
         self.dropout = dropout(config, rngs)
 
     def __call__(self, stream: Stream) -> Stream:
@@ -128,8 +128,8 @@ class Head(nnx.Module):
         if config.tied:
             self.token = tied_embedding(config, rngs)
         else:
-            init = nnx.initializers.normal(STD)
-            self.logits = nnx.Linear(config.width, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
+            init, names = nnx.initializers.normal(STD), axes("embed", "vocab")
+            self.logits = nnx.Linear(config.width, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **names)
 
     def __call__(self, stream: Stream) -> Any:
         x, _ = split_stream(stream)
@@ -145,6 +145,21 @@ class Head(nnx.Module):
 def dtype_of(config: ModelConfig) -> str:
     """Of the activations between and inside of layers."""
     return config.compute_dtype
+
+
+def named(*names: str | None) -> dict[str, Any]:
+    """The metadata that gives a parameter a logical axis, or None, for each dim; whoever places it on a mesh reads them."""
+    return {"out_sharding": names, "eager_sharding": False}  # the latter: Flax by itself would refuse to make it without a mesh
+
+
+def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
+    """The arguments of a linear layer for the logical axes of its kernel, the latter of its bias, too."""
+    return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
+
+
+def table(count: int, config: ModelConfig, init: Any, rngs: nnx.Rngs, rows: str | None = None) -> nnx.Embed:
+    """A vector of the width for each of so many numbers; `rows` is the logical axis of these."""
+    return nnx.Embed(count, config.width, embedding_init=init, rngs=rngs, embedding_metadata=named(rows, "embed"))
 
 
 def linear(config: ModelConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
@@ -169,14 +184,14 @@ def normed(layer: Callable[[Any], Any], x: Float[Array, "b s w"]) -> Float[Array
     return layer(x).astype(x.dtype)
 
 
-def look_up(table: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
+def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
     """Rows of an embedding; only they are cast, and gradients for one symbol at several positions are summed before they are."""
-    return jnp.take(table.embedding[...], numbers, axis=0).astype(dtype)
+    return jnp.take(embedding.embedding[...], numbers, axis=0).astype(dtype)
 
 
 def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
     """The place of the embeddings of the symbols in the head; what stands there at first is dropped."""
-    return nnx.Embed(config.vocab_size, config.width, embedding_init=nnx.initializers.zeros, rngs=rngs)
+    return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
 def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str) -> Any:

@@ -13,7 +13,8 @@ from rich.filesize import decimal
 import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
-from train.assemble.build import build, named_as_in_the_config
+from train.assemble.build import build, devices_of, named_as_in_the_config
+from train.assemble.meshes import has_meshes, mesh_words
 from train.config import config_file
 from train.config.config import MOST_PLAN_BYTES, Config
 from train.console.progress import Reporter
@@ -64,7 +65,14 @@ def main(
     halves = ", each of its halves 1" if any(span.op == "W" for spans in prediction.timeline for span in spans) else ""
     recomputes = any(stage.recompute != "none" for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
-    sizes = count(plan.depth, "stage"), *ranks, f"{count(plan.microbatches, 'microbatch', 'es')} per batch", count(shown, "batch", "es")
+    meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
+    sizes = (
+        count(plan.depth, "stage"),
+        *ranks,
+        *meshes,
+        f"{count(plan.microbatches, 'microbatch', 'es')} per batch",
+        count(shown, "batch", "es"),
+    )
     return "\n".join(
         [
             f"{plan.schedule}: {', '.join(sizes)}",
@@ -137,7 +145,8 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
-    rows = [[*head, "sends a batch", "peak memory"] if sized else head]
+    peak = "peak memory, each device" if has_meshes(plan) else "peak memory"
+    rows = [[*head, "sends a batch", peak] if sized else head]
     for rank, workers in enumerate(plan.rank_workers):
         sizes = [decimal(prediction.moved_bytes[rank] // batches), decimal(prediction.peak_bytes[rank])]
         for w in workers:

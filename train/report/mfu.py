@@ -16,6 +16,7 @@ import jax
 import jpipe
 from planner.profile.flops import count_products
 from train.assemble.build import layer_specs
+from train.assemble.meshes import device_kinds
 
 _FAST = "float32, fast"  # float32 as it is multiplied by default: in TensorFloat32 on GPUs that have it, in bfloat16 on TPUs
 _BY_DEFAULT = (None, "default", "bfloat16", "tensorfloat32", "BF16_BF16_F32", "TF32_TF32_F32")  # of jax_default_matmul_precision
@@ -97,7 +98,7 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
         pipe: the pipeline.
         batch: one like those of the run; only shapes and dtypes are used.
     """
-    kinds = [device.device_kind for device in set(pipe.devices)]
+    kinds = device_kinds(pipe)
     if any(not any(re.search(pattern, kind) for pattern, _ in PEAKS) for kind in kinds):
         return None  # the model is not traced in vain
     flops = forward_flops(pipe, batch)

@@ -13,6 +13,7 @@ import jax
 import jpipe
 from jpipe.files import shown
 from train.assemble.build import param_specs
+from train.assemble.meshes import device_kinds, has_meshes, mesh_words
 from train.checkpoint.history import Part, optimizer_words
 from train.checkpoint.run_folder import RunFolder
 from train.config.config import Config
@@ -58,7 +59,7 @@ def write_report(
     parts: Sequence[Part],
 ) -> None:
     """Write the pictures and the report, as far as possible; an error here does not stop the run."""
-    plan, devices, processes = pipe.plan, pipe.devices, jax.process_count()
+    plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
     per_step, unit = data.portion(config)
     known = {
         "command": command_line(),
@@ -67,12 +68,13 @@ def write_report(
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
+        **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),
         "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": optimizer_words(config.optimizer.model_dump()),
         "steps": f"{config.train.steps:,} of {per_step:,} {unit} each",
         "duration": _durations(parts),
-        "devices": f"{len(set(devices))} × {devices[0].device_kind}" + (f" in {processes} processes" if processes > 1 else ""),
+        "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
     }

@@ -13,6 +13,7 @@ import jpipe
 from jpipe.files import shown
 from train.assemble import compile_cache, model
 from train.assemble.build import build, check, prepare_devices
+from train.assemble.meshes import has_meshes, mesh_words
 from train.checkpoint.checkpoints import Checkpoints
 from train.checkpoint.resume import VERSIONS, Resume, Resumed
 from train.checkpoint.resume import find as find_resumed
@@ -79,7 +80,7 @@ def main(
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
         if resumed is not None:
-            tell_resumed(resumed, config, reporter)
+            tell_resumed(resumed, config, pipe.plan, reporter)
         given = starting_params(config, pipe, batches, together, resumed, reporter)
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
@@ -173,8 +174,9 @@ def run(
 def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
     """Say what is going to be trained on what, by which plan, and where each worker runs."""
     plan = pipe.plan
+    meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
-        f"data: {source}; plan: {count(plan.depth, 'stage')}, {plan.schedule}; {count(steps, 'step')}"
+        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if several or len(plan.workers) > plan.depth:

@@ -9,6 +9,7 @@ import jax
 
 import jpipe
 from jpipe.files import shown
+from train.assemble.meshes import mesh_words
 from train.checkpoint.resume import Resume, Resumed
 from train.checkpoint.run_folder import RunFolder
 from train.config.config import Config
@@ -18,10 +19,13 @@ from train.data import data
 from train.launch.together import Together
 
 
-def tell_resumed(resumed: Resumed, config: Config, reporter: Reporter) -> None:
+def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, reporter: Reporter) -> None:
     """Where the run goes on, and what is not as it was."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+    then, now = mesh_words(resumed.plan), mesh_words(plan)
+    if then != now:
+        reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
     if others := resumed.other_versions():
         reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ")
 

@@ -24,7 +24,8 @@ from tests.train.conftest import changed
 from train.assemble.build import build, param_specs
 from train.checkpoint import export
 from train.checkpoint.resume import Facts, Resumed, find
-from train.config.config import Config
+from train.config.config import Config, PlanConfig
+from train.config.config_file import to_yaml
 from train.console.progress import Reporter
 from train.launch.together import Together
 from train.run.starting import begin
@@ -259,6 +260,14 @@ def test_names_that_are_too_long_for_a_file_are_told_as_damaged(run, place):
 def test_a_checkpoint_without_a_plan_in_its_config_is_compared_all_the_same(run):
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": "train: {steps: 3}\nseed: [[]]\n"}), (20,))
     assert resumed.changes(Config()) == ["plan", "seed", "train.steps"]
+
+
+def test_a_key_of_a_plan_that_was_not_there_then_is_no_change(run):
+    before = to_yaml(Config()).replace("  mesh: {}\n", "").replace("  rules: {}\n", "")
+    assert "mesh" not in before
+    resumed = Resumed(run, 20, Facts(**FACTS | {"config": before}), (20,))
+    assert resumed.changes(Config()) == []
+    assert resumed.changes(Config(plan=PlanConfig(mesh={"model": 2}))) == ["plan"]
 
 
 def test_shapes_are_held_against_the_model_before_anything_is_read(tiny, monkeypatch, tmp_path):

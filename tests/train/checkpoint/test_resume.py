@@ -98,6 +98,16 @@ def test_another_plan_goes_on_with_the_same_weights(saved, monkeypatch, capsys):
     assert "resumes at step 4, with other values for plan, train.steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
+    whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
+    on_mesh = saved | {"plan": saved["plan"] | {"mesh": {"data": 2}, "fsdp": True}}
+    parts = run_in_two(on_mesh, monkeypatch, 5, plan={"mesh": [{"model": 2}, {}], "fsdp": False})
+    assert "meshes: (data 2, fsdp) in the checkpoint, (model 2), one device now" in capsys.readouterr().out
+    losses = [[row["loss"] for row in rows_of(summary.folder)] for summary in (parts, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         stop_before(patched, 6)

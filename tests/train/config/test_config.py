@@ -63,7 +63,10 @@ def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
     own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
     assert list(own) == [name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")]
     for name, field in own.items():
-        assert (field.annotation, field.default) == (options[name].annotation, options[name].default)
+        assert field.default == options[name].default
+        if name in ("rules", "param_axes"):  # in a config a mapping like any other, in a plan one that cannot change
+            continue
+        assert field.annotation == options[name].annotation
         assert set(map(repr, field.metadata)) <= set(map(repr, options[name].metadata))
 
 

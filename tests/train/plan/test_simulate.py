@@ -123,6 +123,13 @@ def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
     assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [["0", "0"], ["2", "layer_5"], ["1", "1"], ["3", "layer_7"]]
 
 
+def test_meshes_are_told_with_their_devices_and_the_memory_of_each(simulated, config):
+    keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]") for word in ("--set", key)]
+    printed = simulated(config, *keys)
+    assert "2 stages, 3 ranks, (data 2, model 2), 12 devices, 2 microbatches per batch" in printed
+    assert "sends a batch  peak memory, each device" in printed
+
+
 def test_chunks_of_a_config_are_simulated_with_the_memory_of_their_rank(simulated, config):
     keys = ("plan.schedule=zb_v", "plan.num_stages=2")
     printed = simulated(config, *(word for key in keys for word in ("--set", key)))

@@ -121,3 +121,9 @@ def test_learning_rates_are_those_of_the_schedule(steps):
     for update in {0, 1, 2, 3, 4, steps // 2, steps - 1, steps + 10}:
         assert found(update) == pytest.approx(float(schedule(update)), rel=1e-5)
     assert optimizer.learning_rate(OptimizerConfig(), 10)(7) == 1e-3
+
+
+def test_a_part_of_a_run_names_its_meshes():
+    plan = jpipe.Plan.even("abcd", 2, "gpipe", 2, mesh=[{"data": 2, "model": 2}, {"data": 4}], replicas=[1, 2])
+    words = history.part(plan, {}, 12, 0, 0, 0).plan
+    assert words == "gpipe, 2 stages on (data 2, model 2), (data 4), replicas 1, 2, 2 microbatches"

@@ -371,6 +371,19 @@ def test_a_device_is_for_a_rank_and_all_its_stages(tiny):
         assert config.ranks == ranks == build.devices_of(build.make_plan(config, layers)), keys
 
 
+def test_each_rank_has_the_devices_of_its_mesh(tiny):
+    layers = [f"layer_{number}" for number in range(6)]
+    for keys, devices in (
+        ({"num_stages": 2, "mesh": {"data": 2, "model": 2}}, 8),
+        ({"num_stages": 3, "mesh": [{"data": 4}, {}, {"model": 2}], "replicas": [1, 3, 2]}, 11),
+        ({"schedule": "interleaved_1f1b", "num_stages": 4, "chunks_per_rank": 2, "mesh": {"model": 3}}, 6),
+    ):
+        config = changed(tiny, plan=keys | {"microbatches": 12}, train={"batch_size": 12}).plan
+        assert config.devices == devices == build.devices_of(build.make_plan(config, layers)), keys
+    placed = jpipe.Plan.even(layers, 2, "gpipe", 2, mesh={"model": 4}, placement=((4,), (0,)))
+    assert build.devices_of(placed) == 8
+
+
 class Gpu:
     platform = "gpu"
 
@@ -392,7 +405,7 @@ def test_every_replica_needs_memory(monkeypatch):
     for have, refused in ((need, False), (need - 1, True)):
         monkeypatch.setattr(build, "memory_of", lambda devices, have=have: have)
         with pytest.raises(jpipe.InputError, match="in 0 GB") if refused else contextlib.nullcontext():
-            build.check_memory(specs, optax.trace(0.9), plan, jax.devices()[:5])
+            build.check_memory(specs, optax.trace(0.9), plan, [(device,) for device in jax.devices()[:5]])
 
 
 def tiny_folder(tiny):
