@@ -82,6 +82,16 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": [{"data": 4}, {"model": 2, "data": 2}],
         },
     },
+    "4, meshes": {
+        "flush of 4 on meshes": {"num_stages": 4, "schedule": "pipedream_flush", "microbatches": 3, "mesh": {"model": 2}, "clip": 3.0},
+        "2-1-1 on meshes": {
+            "num_stages": 3,
+            "schedule": "pipedream",
+            "microbatches": 2,
+            "replicas": (2, 1, 1),
+            "mesh": [{"data": 2}, {"data": 2}, {"model": 2}],
+        },
+    },
     "4": {
         "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
         "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True, "clip": 3.0},
@@ -226,8 +236,8 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
     jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(dir=Path(file).parent))  # the cases have much in common
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    meshes = any("mesh" in fields for fields in CASES[group].values())
-    jax.config.update("jax_num_cpu_devices", (4 if count > 1 else 8) if meshes else 1 if count > 1 else 4)
+    devices = 8 if "meshes" in group else 1 if count > 1 else 4
+    jax.config.update("jax_num_cpu_devices", devices // count if "meshes" in group else devices)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, count, index)

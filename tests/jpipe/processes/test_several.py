@@ -15,12 +15,15 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-@pytest.mark.parametrize("group", ["2", *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4"))])
+@pytest.mark.parametrize(
+    "group", ["2", *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4", "2, meshes", "4, meshes"))]
+)
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     one, each = trained(group, int(group[0]), tmp_path)
     for case, as_case in [(case, case) for case in CASES[group]] + [(case, f"inline {case}") for case in INLINE if case in CASES[group]]:
         with subtests.test(as_case):
-            check_bits(of_case(case, one), [of_case(as_case, numbers) for numbers in each])
+            # In a run of several processes XLA leaves sums over a mesh to gloo, which adds in another order.
+            check_bits(of_case(case, one), [of_case(as_case, numbers) for numbers in each], rounds="meshes" in group)
     for case, fields in CASES[group].items():
         with subtests.test(f"layer state of {case}"):
             if "replicas" in fields:
@@ -29,7 +32,7 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
         with subtests.test("copies of shared parameters in two processes are compared before a checkpoint is complete"):
             check_copies(*each)
     with subtests.test("a plan that does not fit is refused in all, with both grids"):
-        check_refusal([str(numbers["refused"]) for numbers in each])
+        check_refusal([str(numbers["refused"]) for numbers in each], 8 if "meshes" in group else len(each))
 
 
 def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
@@ -57,7 +60,7 @@ def of_case(case: str, numbers: dict) -> dict:
     return {name.removeprefix(f"{case}: "): value for name, value in numbers.items() if name.startswith(f"{case}: ")}
 
 
-def check_bits(expected: dict, each: list[dict]) -> None:
+def check_bits(expected: dict, each: list[dict], rounds: bool) -> None:
     assert {name for numbers in each for name in numbers} == set(expected)
     everywhere = {name for name in expected if re.match(r"(losses|weights|norms|nonfinite) \d|.* (in flight|at the end)$", name)}
     assert len(everywhere) == BATCHES * (4 if any("norms" in name for name in everywhere) else 2) + 2 * 7
@@ -65,7 +68,10 @@ def check_bits(expected: dict, each: list[dict]) -> None:
         assert everywhere < set(numbers), "losses, norms and evaluations are known in all processes, and each holds some layers"
         for name, value in numbers.items():
             assert (value.shape, value.dtype) == (expected[name].shape, expected[name].dtype)
-            assert value.tobytes() == expected[name].tobytes(), name
+            if rounds:
+                np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            else:
+                assert value.tobytes() == expected[name].tobytes(), name
 
 
 def check_mean_of_layer_state(each: list[dict]) -> None:
@@ -86,16 +92,16 @@ def check_copies(first: dict, second: dict) -> None:
     assert first["saved"].tolist() == [1]
 
 
-def check_refusal(messages: list[str]) -> None:
+def check_refusal(messages: list[str], devices: int) -> None:
     count = len(messages)
-    devices = [rf"  process {index}: cpu:\d+" for index in range(count)]
+    lines = [rf"  process {index}: cpu:\d+" + r" cpu:\d+" * (devices // count - 1) for index in range(count)]
     message = [
-        rf"plan: expected at least as many ranks as devices in a run of {count} processes, found 1 ranks for {count} devices; "
+        rf"plan: expected at least as many ranks as devices in a run of {count} processes, found 1 ranks for {devices} devices; "
         "change stages, replicas or the number of processes, or name the devices in placement",
         "workers:",
         "  stage 0: w0",
         "devices:",
-        *devices,
+        *lines,
     ]
     for found in messages:
         assert re.fullmatch("\n".join(message), found)
