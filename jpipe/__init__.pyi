@@ -1,4 +1,4 @@
-from . import checkpoints, errors, files, model, plan, processes, programs, runtime, schedules, stages
+from . import checkpoints, errors, files, meshes, model, plan, processes, programs, runtime, schedules, stages
 from .errors import InputError, PeerLost
 from .model._layer import Layer
 from .model._precision import DynamicLossScale, Precision
@@ -44,6 +44,7 @@ __all__ = [
     "join_processes",
     "keep_freed_memory",
     "lower",
+    "meshes",
     "model",
     "plan",
     "processes",

@@ -20,6 +20,7 @@ from jpipe._arguments import (
     given_params,
 )
 from jpipe.errors import InputError
+from jpipe.meshes._place import Place
 from jpipe.model._layer import describe
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
@@ -42,7 +43,6 @@ from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
-from jpipe.stages._place import Place
 
 Tree = Any
 

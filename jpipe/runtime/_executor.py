@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jpipe.meshes._place import Place
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
@@ -23,7 +24,6 @@ from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
-from jpipe.stages._place import Place
 
 Tree = Any
 Weights = Literal["newest", "ema"]

@@ -9,8 +9,8 @@ import jax
 
 from jpipe._frozen import FrozenMapping
 from jpipe.errors import InputError, short, shortened
+from jpipe.meshes._place import Place
 from jpipe.plan import Plan
-from jpipe.stages._place import Place
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:

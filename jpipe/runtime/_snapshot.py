@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
+from jpipe.meshes._place import Place
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Forward, ForwardBackward, Update
@@ -19,7 +20,6 @@ from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._functions import StageFunctions, floats_of, with_floats
-from jpipe.stages._place import Place
 
 Tree = Any
 

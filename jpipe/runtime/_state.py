@@ -9,12 +9,12 @@ import jax
 
 from jpipe._html import html_table, size
 from jpipe.errors import InputError
+from jpipe.meshes._place import Place
 from jpipe.model._layer import describe
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.stages._batch import Batch
 from jpipe.stages._functions import StageFunctions
-from jpipe.stages._place import Place
 
 Tree = Any
 Fingerprint = tuple[tuple[str, str], ...]

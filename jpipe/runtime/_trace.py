@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from jpipe.errors import InputError
+from jpipe.meshes._partition import shard_bytes
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
@@ -21,7 +22,6 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES, Op
-from jpipe.stages._partition import shard_bytes
 
 _OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
+from jpipe.meshes._place import Place
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Reduction
@@ -17,7 +18,6 @@ from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
 from jpipe.runtime._routes import Route, Shards, joined
 from jpipe.stages._arrays import shardings_of
-from jpipe.stages._place import Place
 
 Tree = Any
 Devices = tuple[jax.Device, ...]

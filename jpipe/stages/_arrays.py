@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from jpipe.meshes._place import NoPlace, Place
 from jpipe.stages._functions import StageFunctions, floats_of
-from jpipe.stages._place import NoPlace, Place
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct

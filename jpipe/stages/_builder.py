@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.meshes._partition import partitions
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
@@ -16,7 +17,6 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
 from jpipe.stages._gradients import check_gradients
-from jpipe.stages._partition import partitions
 
 Tree = Any
 

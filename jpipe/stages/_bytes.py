@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import jax
 
+from jpipe.meshes._partition import shard_bytes
+from jpipe.meshes._place import NoPlace
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._functions import StageFunctions
-from jpipe.stages._partition import shard_bytes
-from jpipe.stages._place import NoPlace
 
 
 def measure_bytes(

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
@@ -30,7 +31,6 @@ from jpipe.programs._instructions import (
 )
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
-from jpipe.stages._place import Place
 
 Tree = Any
 

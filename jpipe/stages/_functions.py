@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError, callers_code, cause
+from jpipe.meshes._partition import ONE_DEVICE, Partition
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
-from jpipe.stages._partition import ONE_DEVICE, Partition
 from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
 from jpipe.stages._split import Halves, NotSplittable, split, undivided
 

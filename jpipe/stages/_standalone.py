@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 
+from jpipe.meshes._place import Place
 from jpipe.model._layer import LayerSpec
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, Precision
@@ -16,7 +17,6 @@ from jpipe.programs._costs import StageCost
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._compile import trace_call
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
-from jpipe.stages._place import Place
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]

@@ -52,8 +52,14 @@ CASES: dict[str, dict[str, dict]] = {
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "2, meshes": {
-        "gpipe on meshes": {"num_stages": 2, "schedule": "gpipe", "microbatches": 2, "mesh": {"data": 2, "model": 2}, "clip": 3.0},
-        "2bw, fsdp": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 2, "mesh": {"data": 2, "model": 2}, "fsdp": True},
+        "2bw, fsdp": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 2,
+            "mesh": {"data": 2, "model": 2},
+            "fsdp": True,
+            "clip": 3.0,
+        },
         "unlike": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -74,12 +80,6 @@ CASES: dict[str, dict[str, dict]] = {
             "replicas": 2,
             "mesh": {"model": 2},
             "placement": [[0, 4], [2, 6]],
-        },
-        "four to two": {
-            "num_stages": 2,
-            "schedule": "zb_h1",
-            "microbatches": 2,
-            "mesh": [{"data": 4}, {"model": 2, "data": 2}],
         },
     },
     "4, meshes": {

@@ -119,7 +119,7 @@ def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_
         last = (tmp_path / "2.0.txt").read_text().splitlines()[-1]
     assert re.fullmatch(
         r".*process 1 disconnected unexpectedly: it was killed or crashed, see its own output; "
-        r"process 0 stops while waiting for (the gradient of microbatch \d+ from worker 1|"
+        r"process 0 stops while waiting for (the (gradient|squares) of microbatch \d+ from worker 1|"
         r"worker 1 to take the activation of microbatch \d+) of process 1",
         last,
     )

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpipe._frozen import FrozenMapping
+from jpipe.meshes._place import Place
 from jpipe.runtime._routes import Route, Shards
 from jpipe.stages._arrays import shardings_of
-from jpipe.stages._place import Place
 
 P = PartitionSpec
 ROWS = 8

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpipe import InputError, Pipeline, Plan, lower, simulate
+from jpipe.meshes._partition import shard_bytes
 from jpipe.runtime._snapshot import average_replicas
-from jpipe.stages._partition import shard_bytes
 from tests.jpipe import models, running
 
 ROWS = 4  # of a microbatch

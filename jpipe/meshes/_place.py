@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jpipe._frozen import NOTHING, FrozenMapping
-from jpipe.stages._partition import WHOLE
+from jpipe.meshes._partition import WHOLE
 
 Tree = Any
 
