@@ -21,6 +21,7 @@ MODULES = (
     "jpipe.schedules",
     "jpipe.model",
     "jpipe.programs",
+    "jpipe.meshes",
     "jpipe.stages",
     "jpipe.processes",
     "jpipe.runtime",

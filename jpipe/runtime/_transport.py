@@ -10,13 +10,13 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
+from jpipe.meshes._routes import Route, Shards, joined
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
-from jpipe.runtime._routes import Route, Shards, joined
 from jpipe.stages._arrays import shardings_of
 
 Tree = Any

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe._frozen import FrozenMapping
 from jpipe.meshes._place import Place
-from jpipe.runtime._routes import Route, Shards
+from jpipe.meshes._routes import Route, Shards
 from jpipe.stages._arrays import shardings_of
 
 P = PartitionSpec
