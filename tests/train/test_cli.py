@@ -104,6 +104,19 @@ def refused(probed, write_config, tiny, capsys, monkeypatch):
         ("plan.replicas=true", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found True"),
         ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found a list of 3"),
         ("plan.replicas=4", r"plan: microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4"),
+        (
+            "plan.mesh=2",
+            r"plan.mesh: expected axes and sizes, such as {data: 2, model: 4}, or a list of them, .*, found 2; {} is one device",
+        ),
+        ("plan.mesh={tensor: 2}", r"plan: stages.0.mesh: expected axes that the rules name, 'data', 'model', found 'tensor'"),
+        (
+            "plan.mesh={model: 3}",
+            r"jpipe: model.heads: expected a multiple of 3, the size of the axis 'model' of the mesh of stage 0, found 2",
+        ),
+        ("plan.mesh={data: 3}", r"batch: expected microbatches of a multiple of 3 rows, .* found 2; change"),
+        ("plan.rules={mlp: model}", r"jpipe: plan.rules.mlp: expected an axis of the stages' meshes, no mesh, found 'model'"),
+        ("plan.param_axes={a/*: [mlp]}", r"jpipe: plan.param_axes: 'a/\*' matches no parameter of the model"),
+        ("plan.shard_optimizer=true", r"jpipe: plan.shard_optimizer: expected a stage with replicas, found none"),
         ("plan.update_every=never", r"plan.update_every: expected 'batch' or 'replicas', found 'never'"),
         ("plan.noam=true", r"jpipe: plan.noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
         (

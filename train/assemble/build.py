@@ -141,6 +141,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
     except jpipe.InputError as error:
         options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
         options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
+        options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}

@@ -124,7 +124,7 @@ def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
 
 
 def test_meshes_are_told_with_their_devices_and_the_memory_of_each(simulated, config):
-    keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]") for word in ("--set", key)]
+    keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]", "plan.schedule=gpipe") for word in ("--set", key)]
     printed = simulated(config, *keys)
     assert "2 stages, 3 ranks, (data 2, model 2), 12 devices, 2 microbatches per batch" in printed
     assert "sends a batch  peak memory, each device" in printed
