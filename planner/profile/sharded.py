@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jpipe
@@ -61,13 +60,17 @@ class Degrees(NamedTuple):
         return degrees
 
 
+NO_MESH = Degrees()
+"""Each device by itself."""
+
+
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
     """The meshes to try: up to eight devices that share layers, and with FSDP up to all of a server; powers of two. No mesh is the first.
 
     Only the last is there if the profile does not know how layers are sharded, or the innermost level joins one device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
-    found = [Degrees()]
+    found = [NO_MESH]
     for model in (size for size in powers if size <= MOST_TENSOR):
         for data in powers:
             degrees = Degrees(data, model, fsdp=data > 1)
@@ -97,27 +100,18 @@ def why_not(profile: Profile, degrees: Degrees) -> str:
     return ""
 
 
-@dataclass(frozen=True)
 class Meshes:
-    """A profile and a topology as plans on meshes see them: each mesh as one device.
+    """A profile and a topology as plans on meshes see them: each mesh as one device."""
 
-    Attributes:
-        profile: of the layers on one device.
-        topology: of the devices.
-    """
-
-    profile: Profile
-    topology: Topology
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_known", {Degrees(): (self.profile, self.topology)})
+    def __init__(self, profile: Profile, topology: Topology) -> None:
+        self._known = {NO_MESH: (profile, topology)}
 
     def of(self, degrees: Degrees) -> tuple[Profile, Topology]:
-        """What the layers cost on such meshes, in place of devices, and what joins these; without meshes, the same."""
-        known: dict[Degrees, tuple[Profile, Topology]] = self.__dict__["_known"]
-        if degrees not in known:
-            known[degrees] = sharded(self.profile, degrees, self.topology), self.topology.groups(degrees.size)
-        return known[degrees]
+        """What the layers cost on such meshes, and what joins these; without meshes, the profile and topology themselves."""
+        if degrees not in self._known:
+            profile, topology = self._known[NO_MESH]
+            self._known[degrees] = sharded(profile, degrees, topology), topology.groups(degrees.size)
+        return self._known[degrees]
 
 
 def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
@@ -152,7 +146,9 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     )
 
 
-def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> tuple[float, float, float]:
+def collective_seconds(
+    layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
+) -> tuple[float, float, float]:
     """Seconds inside a mesh in a forward, a backward and an update of a layer.
 
     Args:
@@ -168,6 +164,11 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: 
     if degrees.fsdp:
         return partial + gather, partial + gather + scatter, 0.0
     return partial, partial, 2 * scatter
+
+
+def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> float:
+    """Seconds inside a mesh of a microbatch through all layers and back, and of an update; see `collective_seconds`."""
+    return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:

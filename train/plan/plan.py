@@ -14,6 +14,7 @@ from jpipe.files import expanded, write_atomically
 from planner.machine.local import local_topology
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import NO_MESH
 from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked
 from planner.ranking.compiled import Compiled
@@ -133,6 +134,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+    _ = request.degrees  # refuses what is no mesh
     for name in request.schedules:
         if name not in jpipe.schedules.SCHEDULES:
             raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, jpipe.schedules.SCHEDULES)}")
@@ -159,7 +161,9 @@ def _profile_and_topology(
             profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
     else:
         assert parts is not None
-        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter)
+        tried = request.degrees or (NO_MESH,)
+        largest = known.most_in_mesh if known and request.degrees is None else max(degrees.size for degrees in tried)
+        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter, largest)
     if known is None:
         with reporter.phase("measuring the links of this machine"):
             known = local_topology(devices, dispatch=profile.dispatch)
@@ -179,7 +183,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
-    reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
+    reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
@@ -201,6 +205,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
+        replicas += f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else ""
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:
