@@ -21,7 +21,7 @@ from planner.profile.analyze import analyze
 from planner.profile.graph_txt import read_graph_txt
 from planner.profile.measure import measure
 from planner.profile.profile import Profile
-from planner.profile.sharded import NO_MESH, Degrees, Meshes, mesh_seconds, possible_degrees, why_not
+from planner.profile.sharded import Degrees, mesh_seconds, possible_degrees, why_not
 from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
@@ -285,9 +285,10 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
                 mesh_seconds(profile, rows, degrees, links) for links in ((link, topology.mesh_link(degrees.size)), (inside, inside))
             )
             slower = f", {taken / near:.1f} times as long as over links like those inside one" if near else ""
+            level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
             reporter.say(
-                f"--mesh: a mesh ({degrees}) is larger than the {count(topology.most_in_mesh, 'device')} that {topology.levels[0].name or 'the innermost level'} "
-                f"joins: sums and gathers in it take {1e3 * taken:,.3g} ms for a microbatch of {table.rows_of(rows)}{slower}"
+                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * taken:,.3g} ms for a "
+                f"microbatch of {table.rows_of(rows)}{slower}"
             )
     return request.degrees
 
