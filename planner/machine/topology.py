@@ -212,7 +212,7 @@ class Topology(_Data):
             shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}
             levels.append(level.model_copy(update=shared))
         cores = None if self.cores is None else max(self.cores / size, 1.0)
-        return self.model_copy(update={"levels": tuple(levels), "cores": cores})
+        return Topology(name=self.name, levels=tuple(levels), device=self.device, cores=cores)  # a copy would keep the old `sizes`
 
     def mesh_link(self, size: int) -> jpipe.Link:
         """The slowest link between the first `size` devices, as each of them has it if all send at the same time."""

@@ -135,8 +135,10 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
         left = _left(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
         sizes = {name: int(getattr(one, name) * left) for name in ("weights", "accumulators", "optimizer")}
         shared.append(SharedProfile(layers=one.layers, **sizes))
-    return profile.model_copy(
-        update={
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep what was computed of the old ones
+    return Profile(
+        **fields
+        | {
             "sizes": tuple(profile.sizes[n] for n in kept),
             "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in kept),
             "labels": tuple(-(-profile.labels[n] // degrees.data) for n in kept),
