@@ -118,8 +118,8 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     """The profile as one device of a mesh sees it, without the microbatch sizes whose rows cannot be sharded.
 
     Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which wait for nothing and nothing waits for:
-    the partial sums of each layer in a forward, and as many bytes in a backward; with FSDP the gathers of weights for both, and the
-    scattered sum of the gradients of each microbatch; without it their sum over `data` once per update.
+    the partial sums of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over
+    `data`, too; with FSDP the gathers of weights for both, and a scattered sum of the gradients.
 
     Args:
         profile: of the layers on one device; `why_not` has no objection.
@@ -150,8 +150,8 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
 
 def collective_seconds(
     layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
-) -> tuple[float, float, float]:
-    """Seconds inside a mesh in a forward, a backward and an update of a layer.
+) -> tuple[float, float]:
+    """Seconds inside a mesh in a forward and a backward of a layer.
 
     Args:
         layer: on one device.
@@ -164,12 +164,12 @@ def collective_seconds(
     left = _left(tensor.weights, degrees.model)
     gather, scatter = (_ring(1, size * left, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
     if degrees.fsdp:
-        return partial + gather, partial + gather + scatter, 0.0
-    return partial, partial, 2 * scatter
+        return partial + gather, partial + gather + scatter
+    return partial, partial + 2 * scatter
 
 
 def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> float:
-    """Seconds inside a mesh of a microbatch through all layers and back, and of an update; see `collective_seconds`."""
+    """Seconds inside a mesh of a microbatch through all layers and back; see `collective_seconds`."""
     return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
 
@@ -196,13 +196,12 @@ def _layer(
     left = _left(tensor.weights, degrees.model)
     at = []
     for n in kept:
-        forward, backward, _ = collective_seconds(layer, sizes[n], degrees, links)
+        forward, backward = collective_seconds(layer, sizes[n], degrees, links)
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * left * (1 - 1 / held)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
     bytes_ = {name: math.ceil(getattr(layer, name) * left / held) for name in ("weights", "accumulators", "optimizer")}
-    update = layer.update * left / held + collective_seconds(layer, 0, degrees, links)[2]
-    return layer.model_copy(update={**bytes_, "update": update, "at": tuple(at)})
+    return layer.model_copy(update={**bytes_, "update": layer.update * left / held, "at": tuple(at)})
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:

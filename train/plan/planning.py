@@ -352,8 +352,13 @@ def _hoped(candidate: Candidate, lacking: float) -> Candidate:
 
 
 def prepare(request: Request) -> int | None:
-    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says."""
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says.
+
+    For other machines it makes as many as the largest mesh has, whose stages are compiled for them.
+    """
     if request.topology != LOCAL:
+        degrees = request.degrees
+        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(one.size for one in degrees))
         return None
     force_cpu_devices(request.devices or usable_cores())
     start_devices()
