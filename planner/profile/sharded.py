@@ -148,9 +148,7 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     )
 
 
-def collective_seconds(
-    layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
-) -> tuple[float, float]:
+def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> tuple[float, float]:
     """Seconds inside a mesh in a forward and a backward of a layer.
 
     Args:
