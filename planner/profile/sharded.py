@@ -65,9 +65,9 @@ NO_MESH = Degrees()
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
-    """The meshes to try: up to eight devices that share layers, and with FSDP up to all of a server; powers of two. No mesh is the first.
+    """The meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two. The first is no mesh.
 
-    Only the last is there if the profile does not know how layers are sharded, or the innermost level joins one device.
+    It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
     found = [NO_MESH]

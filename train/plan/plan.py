@@ -20,7 +20,7 @@ from planner.ranking.choose import Choice, Ranked
 from planner.ranking.compiled import Compiled
 from planner.ranking.draw import draw_choice
 from train.config import config_file
-from train.config.config import AUTO
+from train.config.config import AUTO, Config
 from train.config.section import MOST_ROWS
 from train.console.progress import Reporter
 from train.console.terminal import count
@@ -104,6 +104,8 @@ def main(
     elif not found.choice.ranked:
         raise nothing_fits(found.choice)
     _report(reporter, found.choice, confirmed, batch)
+    if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
+        reporter.say(words)
     if explain:
         _say_why(reporter, found)
         for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
@@ -215,6 +217,24 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def attention_words(config: Config, choice: Choice) -> str:
+    """What the attention of XLA, which the profile and the compiled stages have, holds of each pair of positions; "" if that is little."""
+    model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.memory
+    if model.target is not None or model.attention != "xla" or limit is None:
+        return ""
+    number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
+    pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
+    if pairs < _MUCH * limit:
+        return ""
+    return (
+        f"model.attention is xla: in each block a device holds {table.size(pairs)} for all pairs of positions of a microbatch, from the "
+        "forward to the backward unless the stage recomputes; cudnn on GPUs holds none of that, so memory and scratch memory are less there"
+    )
+
+
+_MUCH = 0.001  # share of a device's memory from which on the pairs of positions are told
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
