@@ -52,7 +52,7 @@ class Degrees(NamedTuple):
             match = re.fullmatch(r"(data|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
             name = match and (match[1] or match[3])
             if match is None or name in found:
-                raise InputError(f"--mesh: expected auto, none or sizes of axes, such as data=2,model=4,fsdp, found '{text}'")
+                raise InputError(f"--mesh: expected none, or sizes of axes such as model=8 or data=2,model=4,fsdp, found '{text}'")
             found[str(name)] = int(match[2]) if match[2] else True
         degrees = cls(**found)
         if degrees.fsdp and degrees.data == 1:

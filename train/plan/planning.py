@@ -287,7 +287,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
             slower = f", {taken / near:.1f} times as long as over links like those inside one" if near else ""
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
             reporter.say(
-                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * taken:,.3g} ms for a "
+                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * taken:,.1f} ms for a "
                 f"microbatch of {table.rows_of(rows)}{slower}"
             )
     return request.degrees
