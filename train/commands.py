@@ -84,6 +84,7 @@ def plan(
     rows: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
     schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
     profile_out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -103,6 +104,8 @@ def plan(
         rows: Of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
+        mesh: Only stages on meshes like this, such as model=4 or data=2,model=4,fsdp, or none: on one device each. May be given several
+            times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.
@@ -119,7 +122,7 @@ def plan(
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
-    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), devices, pipedream)
+    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), devices, pipedream, meshes=mesh)
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:

@@ -189,6 +189,48 @@ class Topology(_Data):
         ports = (("out", k, source // inside), ("in", k, target // inside))
         return jpipe.Link(self.levels[k].bandwidth, self.levels[k].latency, ports)
 
+    @property
+    def most_in_mesh(self) -> int:
+        """How many devices the innermost level joins, such as those of a server: the largest mesh of a stage that need not be asked for."""
+        return self.levels[0].count
+
+    def groups(self, size: int) -> "Topology":
+        """The same machine with each `size` neighbouring devices as one, a mesh; bandwidths are what each device of a mesh has of them.
+
+        Args:
+            size: how many devices a mesh has; it fills whole components of each level, or divides them evenly.
+
+        Raises:
+            InputError: meshes of so many devices do not fill the machine evenly.
+        """
+        joined = self._joined(size)
+        if joined is None:
+            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self._joined(n))
+            raise InputError(f"mesh: expected meshes that fill the machine evenly, of {sizes} devices, found one of {size}")
+        levels = []
+        for level, count, inside in zip(self.levels, joined, (1, *self.sizes), strict=False):
+            shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}
+            levels.append(level.model_copy(update=shared))
+        cores = None if self.cores is None else max(self.cores / size, 1.0)
+        return Topology(name=self.name, levels=tuple(levels), device=self.device, cores=cores)  # a copy would keep the old `sizes`
+
+    def mesh_link(self, size: int) -> jpipe.Link:
+        """The slowest link between the first `size` devices, as each of them has it if all send at the same time."""
+        crossed = range(self.level(0, size - 1) + 1)
+        bandwidths = [self.levels[k].bandwidth / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
+        return jpipe.Link(min(bandwidths, default=math.inf), max((self.levels[k].latency for k in crossed), default=0.0))
+
+    def _joined(self, size: int) -> tuple[int, ...] | None:
+        """How many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
+        found = []
+        for level in self.levels:
+            count = math.gcd(level.count, size)
+            if count < min(level.count, size):
+                return None
+            found.append(count)
+            size //= count
+        return tuple(found) if size == 1 else None
+
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
         """`count` devices, with links between all of them."""

@@ -16,7 +16,8 @@ import optax
 import jpipe
 from jpipe import InputError
 from planner.profile.flops import count_flops
-from planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile
+from planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
+from planner.profile.tensor import tensor_profile
 
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
@@ -216,6 +217,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
         for like in model.distinct
     }
+    tensor = {like: _tensor_profile(model, like, policies[like]) for like in model.distinct}
     layers = []
     for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         like, after = model.like[layer_id], model.like.get(behind)
@@ -237,9 +239,15 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
         cost = own[model.sizes[0], "none"]
         sizes = {"weights": cost.weights, "accumulators": model.gradient_bytes(layer_id), "optimizer": cost.optimizer, "state": cost.state}
-        layers.append(LayerProfile(id=layer_id, update=update, at=at, **sizes))
+        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+
+
+def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
+    """What tensor parallelism shards of a layer."""
+    rows = model.sizes[0]
+    return tensor_profile(lambda policy: model.stage([layer_id], rows, policy), layer_id, rows, policies, jax.local_devices()[0])
 
 
 def _share_for_weights(model: Model, layer_id: str) -> float:

@@ -50,6 +50,31 @@ class AtSize(_Data):
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class TensorProfile(_Data):
+    """What tensor parallelism shards of a layer: the shares of a layer that each device of a mesh has a part of, not all.
+
+    Attributes:
+        weights: share of the bytes of its parameters.
+        compute: share of its work.
+        outputs: share of the bytes of its outputs.
+        residuals: share of the bytes of its residuals, by recomputation policy.
+        reduced: bytes per row that are summed over the devices in a forward; as many in a backward.
+        reductions: in how many sums.
+        divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
+    """
+
+    weights: Share = 0.0
+    compute: Share = 0.0
+    outputs: Share = 0.0
+    residuals: dict[str, Share] = {}
+    reduced: Annotated[float, Field(ge=0, le=2**50)] = 0.0
+    reductions: Annotated[int, Field(ge=0, le=10**6)] = 0
+    divides: Annotated[int, Field(ge=0, le=2**50)] = 0
+
+
 class LayerProfile(_Data):
     """One layer.
 
@@ -61,6 +86,7 @@ class LayerProfile(_Data):
         state: bytes of its layer state.
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
+        tensor: what tensor parallelism shards of it; None: not known, as in profiles of older versions and imported ones.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -70,6 +96,7 @@ class LayerProfile(_Data):
     state: Bytes = 0
     update: Seconds = 0.0
     at: tuple[AtSize, ...]
+    tensor: TensorProfile | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -4,11 +4,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jpipe
 from planner.cost.simulated import Simulated, simulated
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import Meshes
 from planner.ranking.race import Outcome, Race
 from planner.search.candidate import Candidate
 from planner.search.candidates import closed_form
@@ -85,6 +87,11 @@ class Choice:
     global_norm: bool = False
     open: int = 0
 
+    @cached_property
+    def meshes(self) -> Meshes:
+        """Profile and topology as its plans see them."""
+        return Meshes(self.profile, self.topology)
+
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """The plan of a ranked candidate, with its prediction."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
@@ -115,20 +122,21 @@ def choose(
         tried: results of earlier simulations; new ones are added.
     """
     tried = {} if tried is None else tried
+    meshes = Meshes(profile, topology)
     everything = sorted(candidates, key=lambda candidate: candidate.rank)
     fitting = [candidate for candidate in everything if candidate.over is None]
     limit = math.inf if topology.device.memory is None else topology.device.memory
     known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
 
     def run(candidate: Candidate) -> Outcome:
-        tried[candidate] = Ranked(candidate, _simulated(profile, topology, candidate, global_norm))
+        tried[candidate] = Ranked(candidate, _simulated(*meshes.of(candidate.degrees), candidate, global_norm))
         return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
 
     race = Race(profile, topology, fitting, run, known, most)
     best: dict[tuple[object, ...], Ranked] = {}
     for one in _in_order([tried[candidate] for candidate in race.finished]):
         best.setdefault(one.candidate.kind, one)
-    ranked = [_explained(profile, topology, one, global_norm) for one in best.values()]
+    ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
     rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
@@ -212,7 +220,7 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
     """The profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
-        share = replicas / candidate.devices / (end - start)
+        share = replicas / candidate.workers / (end - start)
         for number in range(start, end):
             own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
             at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])

@@ -51,12 +51,13 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
     """
     plan, limit = choice.plan(ranked), choice.topology.device.memory
-    times = choice.profile.stage_costs(plan, ranked.candidate.rows)
+    profile, topology = choice.meshes.of(ranked.candidate.degrees)
+    times = profile.stage_costs(plan, ranked.candidate.rows)
     costs = [
         dataclasses.replace(size, **{name: getattr(time, name) for name in _TIMES})
         for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
     ]
-    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, choice.topology, choice.global_norm))
+    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)

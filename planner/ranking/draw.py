@@ -94,7 +94,7 @@ def _draw_candidates(
 
 def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:
     plan = choice.plan(chosen)
-    costs = choice.profile.stage_costs(plan, chosen.candidate.rows)
+    costs = choice.meshes.of(chosen.candidate.degrees)[0].stage_costs(plan, chosen.candidate.rows)
     names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
     scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
     shares = [scale / stage.replicas for stage in plan.stages]

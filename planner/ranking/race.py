@@ -11,6 +11,7 @@ from planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindere
 from planner.cost.simulated import MOST_FORWARDS, forwards, network, window
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import Meshes
 from planner.search.candidate import Candidate
 
 SLACK = 0.005  # relative amount by which one that is not simulated might be faster; within it plans count as equally fast
@@ -70,7 +71,7 @@ class Race:
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
-        self._profile, self._topology, self._candidates, self._known = profile, topology, candidates, known
+        self._meshes, self._candidates, self._known = Meshes(profile, topology), candidates, known
         self._run, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds per row
         self._of_kind: dict[tuple[object, ...], float] = {}
@@ -119,14 +120,15 @@ class Race:
         self._of_kind[candidate.kind] = min(self._of_kind.get(candidate.kind, math.inf), a_row)
 
     def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
-        plan = candidate.plan(self._profile.ids)
-        return plan, self._profile.stage_costs(plan, candidate.rows)
+        profile, _ = self._meshes.of(candidate.degrees)
+        plan = candidate.plan(profile.ids)
+        return plan, profile.stage_costs(plan, candidate.rows)
 
     def _bound(self, candidate: Candidate, which: int) -> float:
         plan, costs = self._planned(candidate)
         bound, cost = _BOUNDS[which]
         self._spent += cost(plan)
-        return bound(plan, costs, self._topology)
+        return bound(plan, costs, self._meshes.of(candidate.degrees)[1])
 
 
 def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:

@@ -11,11 +11,25 @@ from planner.search.candidate import Candidate
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
 WORDS = ("schedule", "recompute", "bound by", "why not", "memory of each rank")  # columns of words, which begin at the left
 HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
+"""With meshes there is `mesh` after `stages`."""
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Rows for the first `most` plans that fit; see `HEAD` for the columns."""
-    return [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    """Rows for the first `most` plans that fit; see `head` for the columns."""
+    found = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    if not has_meshes(choice):
+        return found
+    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(found, choice.ranked, strict=False)]
+
+
+def head(choice: Choice) -> tuple[str, ...]:
+    """The columns of `rows`."""
+    return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
+
+
+def has_meshes(choice: Choice) -> bool:
+    """Whether a plan is on meshes."""
+    return any(candidate.degrees.size > 1 for candidate in (*choice.rejected, *(ranked.candidate for ranked in choice.ranked)))
 
 
 def how_known(choice: Choice, most: int) -> str:
@@ -42,7 +56,7 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """The schedule with its options in the plan."""
-    if candidate.depth == 1 and candidate.devices > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+    if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -53,7 +67,8 @@ def schedule(candidate: Candidate) -> str:
 
 def name(candidate: Candidate) -> str:
     """Schedule and stages, for a sentence."""
-    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.devices == 1 else 's'}"
+    mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}{mesh}"
 
 
 def links(topology: Topology) -> str:
@@ -110,7 +125,7 @@ def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...
     memory = ", ".join(map(size, other.memory)) + (f" of {size(limit)}" if limit else "")
     return (
         schedule(candidate),
-        shape(candidate),
+        shape(candidate) + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""),
         f"{1e3 / other.samples_per_second:.4g} ms",
         f"{_bubble(other):.1%}",
         memory,
@@ -127,6 +142,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
         return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
     rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
     reasons = (
+        (own.degrees.size > chosen.degrees.size, "larger meshes"),
         (own.ranks > chosen.ranks, "more ranks"),
         (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
         (best_rules.flushes and not rules.flushes, "older weights"),
@@ -148,7 +164,7 @@ def what_would_fit(choice: Choice) -> list[str]:
     untried = []
     if len(choice.profile.layers) > devices:
         untried.append(f"more than {devices} devices, for more stages")
-    if least > 1 and all(kept <= limit for kept in _without_rows(choice.profile, best)):
+    if least > 1 and all(kept <= limit for kept in _without_rows(choice.meshes.of(best.degrees)[0], best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
     if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")

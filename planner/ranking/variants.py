@@ -16,8 +16,10 @@ from planner.cost.shape import is_planned
 from planner.cost.simulated import Simulated, forwards, network, simulated
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import NO_MESH, Degrees, Meshes
 from planner.search.balance import balance
 from planner.search.candidate import Candidate
+from planner.search.candidates import on_meshes
 from planner.search.parallel import sweep
 
 BASES = 4  # plans of one stage on each rank that are varied
@@ -57,6 +59,7 @@ def find_variants(
     planned: Sequence[Candidate] = (),
     all_devices: bool = False,
     global_norm: bool = False,
+    degrees: Degrees = NO_MESH,
 ) -> Variants:
     """Plans of these schedules with their simulations.
 
@@ -69,7 +72,10 @@ def find_variants(
         planned: candidates with whole backwards, the best of which are tried with early gradients, too.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
+        degrees: of the meshes that all plans have; those of `planned` with others are left aside.
     """
+    profile, topology = Meshes(profile, topology).of(degrees)
+    planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
     straight = sweep(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm)
@@ -77,7 +83,8 @@ def find_variants(
         run.add(run.early(candidate))
     for base in _bases(_usable(straight, topology, all_devices)):
         run.add(run.of_ranks(base))
-    return Variants(run.found, run.left_out)
+    found = run.found if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.found.items()}
+    return Variants(found, run.left_out)
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:

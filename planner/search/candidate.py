@@ -5,6 +5,7 @@ from typing import Literal
 
 import jpipe
 from planner.cost.shape import is_planned
+from planner.profile.sharded import NO_MESH, Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Candidate:
         order: as in `jpipe.Plan`.
         order_limit: as in `jpipe.Plan`, the limit for which the order was made.
         split_backward: as in `jpipe.Plan`.
+        degrees: the mesh of each replica.
     """
 
     schedule: str
@@ -52,6 +54,7 @@ class Candidate:
     order: tuple[str, ...] | None = None
     order_limit: int | None = None
     split_backward: Literal["joint", "early"] = "joint"
+    degrees: Degrees = NO_MESH
 
     @property
     def depth(self) -> int:
@@ -61,6 +64,11 @@ class Candidate:
     @property
     def devices(self) -> int:
         """How many devices it uses."""
+        return self.workers * self.degrees.size
+
+    @property
+    def workers(self) -> int:
+        """How many devices it uses, each mesh counted as one."""
         return sum(self.replicas) // self.chunks
 
     @property
@@ -80,8 +88,8 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, what is together, chunks."""
-        return self.schedule, self.split_backward, self.update_every, self.replicas, self.keep_together, self.chunks
+        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, meshes, what is together, …"""
+        return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
@@ -94,6 +102,7 @@ class Candidate:
         schedule = jpipe.schedules.SCHEDULES[self.schedule]
         lacks = self.over[1] if self.over else 0
         ties = (
+            self.degrees.size,
             self.ranks,
             self.chunks,
             not schedule.flushes,
@@ -112,10 +121,10 @@ class Candidate:
         Args:
             cores: how many devices compute at a time without slowing each other down; None: all.
         """
-        computing = (1 - self.bubble) * self.devices * self.seconds
+        computing = (1 - self.bubble) * self.workers * self.seconds
         if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
             return self
-        return replace(self, seconds=computing / cores, bubble=1 - cores / self.devices, bound="the cores")
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
         """The candidate as a `jpipe.Plan`.
@@ -125,7 +134,7 @@ class Candidate:
         """
         ends = (*self.starts[1:], len(ids))
         stages = [
-            {"layers": ids[start:end], "replicas": count, "recompute": policy}
+            {"layers": ids[start:end], "replicas": count, "recompute": policy, "mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}
             for start, end, count, policy in zip(self.starts, ends, self.replicas, self.policies, strict=True)
         ]
         return jpipe.Plan(

@@ -10,6 +10,7 @@ from planner.cost.price import all_reduce_seconds
 from planner.cost.shape import is_planned, planned_schedules
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import NO_MESH, Degrees, Meshes
 from planner.search.candidate import Candidate
 from planner.search.paper import search_paper
 from planner.search.parallel import EXTRA, pipelines_seconds, sweep
@@ -28,6 +29,7 @@ def find_candidates(
     exact: bool = True,
     schedules: Sequence[str] | None = None,
     pipedream: Updates = "batch",
+    meshes: Sequence[Degrees] = (NO_MESH,),
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
@@ -43,16 +45,25 @@ def find_candidates(
         pipedream: how PipeDream's stages are found. "batch": all update once per batch, so their replicas divide its microbatches.
             "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
             exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
+        meshes: the meshes to try, each in place of a device; of `planner.profile.sharded.possible_degrees`, or others.
     """
     schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
         schedules = tuple(name for name in schedules if not cannot_share(name))
-    found = sweep(profile, topology, batch, exact=exact, schedules=schedules)
-    if SCHEDULE.name in schedules:
-        found += _pipedream(profile, topology, batch, exact, pipedream)
+    views, found = Meshes(profile, topology), list[Candidate]()
+    for degrees in meshes:
+        own = sweep(*views.of(degrees), batch, exact=exact, schedules=schedules)
+        if SCHEDULE.name in schedules:
+            own += _pipedream(*views.of(degrees), batch, exact, pipedream)
+        found += own if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in own]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
     alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
     return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
+
+
+def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
+    """A candidate for meshes, found for their profile and topology."""
+    return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
 
 
 def cannot_share(schedule: str) -> str:
@@ -108,7 +119,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
-    bubble = 1 - computing / (candidate.devices * seconds)
+    bubble = 1 - computing / (candidate.workers * seconds)
     return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
 
 

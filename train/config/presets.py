@@ -34,6 +34,7 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "rope_scaling": {"factor": 32.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192},
         },
         "llama-3-8b": {**_LLAMA_3, "depth": 32, "width": 4096, "mlp_width": 14336, "max_positions": 8192},
+        "llama-3-70b": {**_LLAMA_3, "depth": 80, "width": 8192, "heads": 64, "mlp_width": 28672, "max_positions": 8192},
         "gpt-355m": {**_PAPER, "depth": 24, "width": 1024, "heads": 16},
         "gpt-1.3b": {**_PAPER, "depth": 24, "width": 2048, "heads": 16},
         "gpt-2.2b": {**_PAPER, "depth": 48, "width": 1920, "heads": 20},

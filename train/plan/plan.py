@@ -14,12 +14,13 @@ from jpipe.files import expanded, write_atomically
 from planner.machine.local import local_topology
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.profile.sharded import NO_MESH
 from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked
 from planner.ranking.compiled import Compiled
 from planner.ranking.draw import draw_choice
 from train.config import config_file
-from train.config.config import AUTO
+from train.config.config import AUTO, Config
 from train.config.section import MOST_ROWS
 from train.console.progress import Reporter
 from train.console.terminal import count
@@ -103,6 +104,8 @@ def main(
     elif not found.choice.ranked:
         raise nothing_fits(found.choice)
     _report(reporter, found.choice, confirmed, batch)
+    if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
+        reporter.say(words)
     if explain:
         _say_why(reporter, found)
         for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
@@ -133,6 +136,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+    _ = request.degrees  # refuses what is no mesh
     for name in request.schedules:
         if name not in jpipe.schedules.SCHEDULES:
             raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, jpipe.schedules.SCHEDULES)}")
@@ -159,7 +163,9 @@ def _profile_and_topology(
             profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
     else:
         assert parts is not None
-        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter)
+        tried = request.degrees or (NO_MESH,)
+        largest = known.most_in_mesh if known and request.degrees is None else max(degrees.size for degrees in tried)
+        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter, largest)
     if known is None:
         with reporter.phase("measuring the links of this machine"):
             known = local_topology(devices, dispatch=profile.dispatch)
@@ -179,7 +185,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
-    reporter.table(table.HEAD, table.rows(choice, SHOWN), table.WORDS)
+    reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
@@ -201,6 +207,7 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
+        replicas += f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else ""
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:
@@ -210,6 +217,24 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def attention_words(config: Config, choice: Choice) -> str:
+    """What the attention of XLA, which the profile and the compiled stages have, holds of each pair of positions; "" if that is little."""
+    model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.memory
+    if model.target is not None or model.attention != "xla" or limit is None:
+        return ""
+    number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
+    pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
+    if pairs < _MUCH * limit:
+        return ""
+    return (
+        f"model.attention is xla: in each block a device holds {table.size(pairs)} for all pairs of positions of a microbatch, from the "
+        "forward to the backward unless the stage recomputes; cudnn on GPUs holds none of that, so memory and scratch memory are less there"
+    )
+
+
+_MUCH = 0.001  # share of a device's memory from which on the pairs of positions are told
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:

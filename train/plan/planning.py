@@ -21,6 +21,7 @@ from planner.profile.analyze import analyze
 from planner.profile.graph_txt import read_graph_txt
 from planner.profile.measure import measure
 from planner.profile.profile import Profile
+from planner.profile.sharded import Degrees, mesh_seconds, possible_degrees, why_not
 from planner.ranking import table
 from planner.ranking.choose import Choice, Ranked, choose, smaller_than
 from planner.ranking.compiled import Compiled, compiled
@@ -54,6 +55,8 @@ class Request:
         devices: how many of "local"; None: all, on CPUs as many as there are cores.
         pipedream: how PipeDream's stages are found, see `planner.search.candidates.find_candidates`; None: "batch".
         all_devices: whether none may stay idle, as where each is a process of its own.
+        meshes: those of a stage to try, as `planner.profile.sharded.Degrees.read` takes them; none: those inside a server that the
+            profile allows, with a file as the topology, and "local" without meshes.
     """
 
     topology: str = LOCAL
@@ -63,6 +66,17 @@ class Request:
     devices: int | None = None
     pipedream: Updates | None = None
     all_devices: bool = False
+    meshes: tuple[str, ...] = ()
+
+    @property
+    def degrees(self) -> tuple[Degrees, ...] | None:
+        """The meshes that are asked for; None: those that a topology and a profile allow.
+
+        Raises:
+            InputError: a text that names no mesh.
+        """
+        named = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
+        return tuple(dict.fromkeys(map(Degrees.read, named))) or None
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,7 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     return tuple(sorted(kept[:most]))
 
 
-def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter) -> Profile:
+def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:
     """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with.
 
     Args:
@@ -135,6 +149,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
         batch: rows between two updates.
         devices: how many there are.
         reporter: shows progress.
+        largest_mesh: how many devices the largest mesh has that is to be tried: in an analytic profile microbatches are larger by that.
     """
     model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
@@ -148,7 +163,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
                 precision=parts.precision,
                 ema_decay=parts.config.optimizer.ema_decay,
             )
-    sizes = sizes_for(batch, devices, PAPER_SIZES)
+    sizes = sizes_for(batch, max(devices // largest_mesh, 1), PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
         return analyze(
             *model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.optimizer.ema_decay
@@ -222,9 +237,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
             "--schedules without pipedream leaves that out"
         )
     exact = not request.up_to
-    planned = tuple(filter(is_planned, schedules))
-    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=request.pipedream or "batch")
-    options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm}
+    planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
+    how = request.pipedream or "batch"
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=how, meshes=meshes)
+    best = min(found, key=lambda candidate: candidate.rank).degrees if found else meshes[0]
+    options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
     variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
     found += list(variants.simulated)
     if why_one_stage:
@@ -247,6 +264,33 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
     return Found(choice, tuple(candidates), known, variants.left_out)
+
+
+def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
+    """The meshes to try. Says what those cost that are asked for and larger than a server.
+
+    Raises:
+        InputError: one that is asked for does not fit the devices or the layers.
+    """
+    if request.degrees is None:
+        return possible_degrees(profile, topology)
+    for degrees in request.degrees:
+        if reason := why_not(profile, degrees):
+            raise InputError(f"--mesh: {reason}")
+        topology.groups(degrees.size)  # refuses what does not fill the machine
+        if degrees.size > topology.most_in_mesh:
+            rows = max(rows for rows in profile.sizes if rows % degrees.data == 0)
+            inside, link = topology.mesh_link(topology.most_in_mesh), topology.mesh_link(degrees.model)
+            taken, near = (
+                mesh_seconds(profile, rows, degrees, links) for links in ((link, topology.mesh_link(degrees.size)), (inside, inside))
+            )
+            slower = f", {taken / near:.1f} times as long as over links like those inside one" if near else ""
+            level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
+            reporter.say(
+                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * taken:,.1f} ms for a "
+                f"microbatch of {table.rows_of(rows)}{slower}"
+            )
+    return request.degrees
 
 
 def _norm_refusal(plan: jpipe.Plan) -> str:
@@ -308,8 +352,13 @@ def _hoped(candidate: Candidate, lacking: float) -> Candidate:
 
 
 def prepare(request: Request) -> int | None:
-    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says."""
+    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says.
+
+    For other machines it makes as many as the largest mesh has, whose stages are compiled for them.
+    """
     if request.topology != LOCAL:
+        degrees = request.degrees
+        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(one.size for one in degrees))
         return None
     force_cpu_devices(request.devices or usable_cores())
     start_devices()

@@ -14,6 +14,7 @@ WORKERS = {
     "cluster-b": 16,
     "cluster-c": 4,
     "dgx-h100-2": 16,
+    "dgx-h100-4": 32,
     "dgx-h200-2": 16,
     "v100-16gb-64": 64,
     "v100-16gb-8": 8,
@@ -132,3 +133,37 @@ def test_a_number_with_an_exponent_is_a_number():
 def test_dtypes_that_are_none_are_refused():
     with pytest.raises(jpipe.InputError, match="unknown dtype 'fp16'; did you mean 'float16'"):
         Topology(levels=({"count": 2, "bandwidth": 1},), device={"flops": {"fp16": 1e12}})
+
+
+def servers(cores=None):
+    """Four servers of eight devices."""
+    levels = {"count": 8, "bandwidth": 450.0, "latency": 3.0}, {"count": 4, "bandwidth": 400.0, "latency": 10.0}
+    return Topology(levels=levels, cores=cores)
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "bandwidths"),
+    [(1, (8, 4), (450, 400)), (2, (4, 4), (450, 200)), (8, (1, 4), (450, 50)), (16, (1, 2), (450, 50)), (32, (1, 1), (450, 50))],
+)
+def test_a_mesh_is_as_a_device_with_what_each_of_its_devices_has_of_the_links(size, counts, bandwidths):
+    grouped = servers(cores=16.0).groups(size)
+    assert tuple(level.count for level in grouped.levels) == counts
+    assert tuple(level.bandwidth for level in grouped.levels) == bandwidths
+    assert grouped.num_devices == 32 // size
+    assert grouped.cores == max(16 / size, 1)
+
+
+def test_no_mesh_changes_nothing():
+    assert servers().groups(1) == servers()
+
+
+@pytest.mark.parametrize("size", [3, 6, 12, 24, 64])
+def test_a_mesh_fills_the_machine(size):
+    with pytest.raises(jpipe.InputError, match=f"evenly, of 1, 2, 4, 8, 16, 32 devices, found one of {size}"):
+        servers().groups(size)
+
+
+def test_a_mesh_over_servers_has_the_slower_links():
+    assert servers().mesh_link(1) == jpipe.Link()
+    assert servers().mesh_link(8) == jpipe.Link(450.0, 3.0)
+    assert servers().mesh_link(16) == jpipe.Link(50.0, 10.0)

@@ -1,10 +1,14 @@
 """Candidates of both searches, in terms that can be compared: what they send, and what they cost where devices share cores."""
 
+import dataclasses
+
 import pytest
 
 from planner.cost.simulated import simulated
 from planner.machine.topology import Topology
-from planner.profile.profile import Profile
+from planner.profile.profile import Profile, TensorProfile
+from planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded
+from planner.ranking.choose import choose
 from planner.search.candidates import as_candidate, find_candidates
 from planner.search.parallel import sweep
 from planner.search.partition import Placed, Problem, evaluate
@@ -70,3 +74,43 @@ def test_the_best_of_pipedreams_is_found_with_the_time_that_its_cores_take():
     assert shared.seconds == pytest.approx((1 - alone.bubble) * 4 * alone.seconds)
     assert shared.bubble == pytest.approx(0.75)
     assert (alone.bound, shared.bound) == ("stage 0 computes", "the cores")
+
+
+def meshes_of(weights: int, memory: float | None = None):
+    """Four equal blocks that can be sharded, and two servers of four devices whose links between them are slow."""
+    tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 100.0, "reductions": 2, "divides": 4}
+    layers = tuple(layer.model_copy(update={"tensor": TensorProfile(**tensor)}) for layer in blocks(weights=weights).layers)
+    levels = {"count": 4, "bandwidth": 1e12}, {"count": 2, "bandwidth": 1e2}
+    return blocks().model_copy(update={"layers": layers}), Topology(levels=levels, device={"memory": memory})
+
+
+def test_candidates_on_meshes_are_those_of_devices_that_have_a_share():
+    profile, topology = meshes_of(1000)
+    degrees = Degrees(model=4)
+    found = find_candidates(profile, topology, 8, meshes=[degrees])
+    alone = find_candidates(sharded(profile, degrees, topology), topology.groups(4), 8)
+    assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in found] == alone
+    assert {one.devices for one in found} <= {4, 8}
+    plan = found[0].plan(profile.ids)
+    assert {(tuple(stage.mesh.items()), stage.fsdp, stage.devices_each) for stage in plan.stages} == {((("model", 4),), False, 4)}
+
+
+def test_meshes_change_nothing_of_the_candidates_without():
+    profile, topology = meshes_of(1000)
+    without = find_candidates(profile, topology, 8)
+    assert without == find_candidates(blocks(weights=1000), topology, 8)
+    found = find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology))
+    assert [one for one in found if one.degrees == NO_MESH] == without
+    assert {one.degrees for one in found} == set(possible_degrees(profile, topology))
+
+
+def test_a_layer_that_fits_no_device_is_planned_for_a_mesh():
+    profile, topology = meshes_of(10**6, memory=2.9e6)  # a layer, its gradients and optimizer state are 3 MB
+    assert all(one.over for one in find_candidates(profile, topology, 8))
+    choice = choose(profile, topology, find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology)))
+    best = choice.ranked[0]
+    assert best.candidate.degrees.size > 1
+    assert max(best.memory) <= 2.9e6
+    assert choice.plan(best).stages[0].mesh == best.candidate.degrees.mesh
+    seen = Meshes(profile, topology).of(best.candidate.degrees)
+    assert best.seconds == pytest.approx(simulate(*seen, best.candidate).batch_seconds)

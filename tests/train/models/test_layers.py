@@ -27,7 +27,8 @@ def test_layers_in_order():
 
 @pytest.mark.parametrize(("name", "count"), [
     ("gpt2-124m", 124_439_808), ("gpt2-355m", 354_823_168), ("gpt2-774m", 774_030_080), ("gpt2-1.5b", 1_557_611_200),
-    ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("bert-110m", 110_106_428), ("bert-355m", 336_226_108),
+    ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496),
+    ("bert-110m", 110_106_428), ("bert-355m", 336_226_108),
 ])  # fmt: skip
 def test_presets_have_as_many_parameters_as_published(name, count):
     assert count_of(name) == count

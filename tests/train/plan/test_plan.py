@@ -17,6 +17,7 @@ from planner.ranking import variants
 from train import cli
 from train.console.progress import Reporter
 from train.plan import auto, planning
+from train.plan.plan import attention_words
 from train.plan.planning import sizes_for
 
 IDS = ("embed", "block_0", "head")
@@ -70,6 +71,72 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert plan.predicted is not None
     assert plan.predicted.batch_seconds == pytest.approx(3 * 2 * 0.03, rel=0.01)
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def sharded_profile(heads: int = 2) -> Profile:
+    """Layers of which all can be sharded."""
+    tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 8.0, "reductions": 2, "divides": heads}
+    return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
+
+
+def test_a_plan_on_a_mesh_is_told_compiled_and_written(files, capsys):
+    Path("profile.json").write_text(sharded_profile().to_json())
+    out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
+    assert re.search(r"^rank +schedule +stages +mesh ", out, re.MULTILINE)
+    assert re.search(r"^1 .* model 2 ", out, re.MULTILINE)
+    assert re.search(r"stage 0 on 2 devices \(model 2\): embed … head; recompute none; [\d.]+ kB, estimated", out)
+    stage = jpipe.Plan.from_json(Path("plan.json").read_text()).stages[0]
+    assert (dict(stage.mesh), stage.fsdp, stage.replicas) == ({"model": 2}, False, 1)
+
+
+def test_meshes_are_tried_for_machines_of_a_file_and_can_be_left_out(files, capsys):
+    Path("profile.json").write_text(sharded_profile().to_json())
+    alone = "--profile=profile.json", "--topology=two.yaml", "--batch=4", "--schedules=pipedream_flush"
+    assert "model 2" in planned(capsys, *alone)
+    without = planned(capsys, *alone, "--mesh=none")
+    Path("profile.json").write_text(profile().to_json())  # which knows nothing of shards
+    timeless = [re.sub(r"[\d.]+ s$", "", found, flags=re.MULTILINE) for found in (without, planned(capsys, *alone))]
+    assert timeless[0] == timeless[1]
+    assert "mesh" not in without
+
+
+def test_a_mesh_larger_than_a_server_has_its_price(files, capsys):
+    Path("profile.json").write_text(sharded_profile(4).to_json())
+    levels = [{"count": 2, "bandwidth": "10 GB/s", "name": "NVLink"}, {"count": 2, "bandwidth": "2 GB/s"}]
+    Path("two.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "levels": levels}))
+    out = planned(capsys, *BOTH, "--batch=4", "--mesh=model=4")
+    assert "a mesh (model 4) is larger than the 2 devices of NVLink: sums and gathers inside it take" in out
+    assert "10.0 times as long as over links like those inside one" in out  # half of 2 GB/s for each of two devices
+    assert "larger" not in planned(capsys, *BOTH, "--batch=4")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("model=3", "expected a size of model that divides 2, .* found 3"),
+        ("tensor=2", "--mesh: expected none, or sizes of axes such as model=8 .* found 'tensor=2'"),
+        ("data=4", "mesh: expected meshes that fill the machine evenly, of 1, 2 devices, found one of 4"),
+        ("data=8", "expected a size of data that divides one of the microbatch sizes, 1, 2, found 8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
+    known = sharded_profile()
+    if mesh == "data=4":  # whose rows would do
+        known = Profile(**known.model_dump() | {"sizes": (1, 4)})
+    Path("profile.json").write_text(known.to_json())
+    assert cli.main(["plan", *BOTH, "--batch=4", f"--mesh={mesh}"]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_the_memory_of_attention_is_told(files):
+    config = planning.Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
+    found = planning.search(
+        sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, planning.Request(meshes=("model=2",)), False, Reporter(1, 1, "samples")
+    )
+    rows = found.choice.ranked[0].candidate.rows
+    assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, found.choice)
+    small = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": 16})})
+    assert attention_words(small, found.choice) == ""
 
 
 def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):

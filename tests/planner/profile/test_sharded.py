@@ -1,0 +1,134 @@
+"""Layers on meshes: shares of bytes and work, and the seconds of sums and gathers, by hand; which meshes there are."""
+
+import re
+
+import pytest
+
+import jpipe
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile, SharedProfile
+from planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded, why_not
+
+HALF = {"weights": 0.5, "compute": 0.5, "outputs": 0.0, "residuals": {"none": 0.5, "full": 0.0}, "divides": 12}
+SUMS = {"reduced": 800.0, "reductions": 2}
+
+
+def profile(sizes=(2, 4), **tensor) -> Profile:
+    """Two equal layers, half of which can be sharded."""
+    at = [
+        {"forward": 8.0 * n, "backward": 16.0 * n, "outputs": 1000 * n, "residuals": {"none": 4000 * n, "full": 1000 * n}, "temporary": 80}
+        for n in sizes
+    ]
+    layer = {"weights": 1600, "accumulators": 3200, "optimizer": 4800, "update": 4.0, "at": at, "tensor": {**HALF, **tensor}}
+    layers = [{"id": name, **layer} for name in "ab"]
+    return Profile(source="analytic", sizes=sizes, inputs=[8 * n for n in sizes], labels=[8 * n for n in sizes], layers=layers)
+
+
+SERVERS = Topology(levels=({"count": 8, "bandwidth": 1000.0, "latency": 0.25}, {"count": 2, "bandwidth": 800.0, "latency": 1.0}))
+
+
+def test_a_device_of_a_mesh_has_a_share_of_what_is_sharded():
+    found = sharded(profile(), Degrees(model=4), SERVERS).layers[0]
+    left = 0.5 + 0.5 / 4
+    assert (found.weights, found.accumulators, found.optimizer) == (1600 * left, 3200 * left, 4800 * left)
+    assert found.update == 4.0 * left
+    at = found.at[0]
+    assert (at.forward, at.backward, at.backward_weight) == (16 * left, 32 * left, 16 * left)
+    assert at.residuals == {"none": 8000 * left, "full": 2000}
+    assert at.outputs == 2000
+    assert at.temporary == 80 * left
+
+
+def test_the_rows_are_sharded_over_data_and_sizes_that_cannot_be_are_left_out():
+    found = sharded(profile(sizes=(2, 3, 4)), Degrees(data=2), SERVERS)
+    assert found.sizes == (2, 4)
+    assert found.inputs == (8, 16)
+    layer = found.layers[0]
+    assert (layer.weights, layer.optimizer) == (1600, 4800)
+    assert (layer.at[0].forward, layer.at[0].outputs, layer.at[0].residuals["none"]) == (8.0, 1000, 4000)
+    assert layer.update == 4.0
+    assert layer.at[0].backward == pytest.approx(16.0 + 2 * (3200 / 2 / 1000 + 0.25))  # and the sum of the gradients in a ring
+
+
+def test_a_layer_takes_the_sums_of_its_partial_products_longer():
+    plain, summed = (sharded(profile(**own), Degrees(model=4), SERVERS).layers[0].at[0] for own in ({}, SUMS))
+    ring = 2 * 3 / 4 * 1600 / 1000 + 2 * 2 * 3 * 0.25  # 800 bytes for each of two rows, in two sums
+    assert summed.forward == pytest.approx(plain.forward + ring)
+    assert summed.backward == pytest.approx(plain.backward + ring)
+
+
+def test_across_servers_sums_have_the_links_between_them():
+    inside, across = (sharded(profile(**{**SUMS, "divides": 16}), Degrees(model=n), SERVERS).layers[0].at[0] for n in (8, 16))
+    work = [16 * (0.5 + 0.5 / n) for n in (8, 16)]
+    assert inside.forward - work[0] == pytest.approx(2 * 7 / 8 * 1600 / 1000 + 2 * 2 * 7 * 0.25)
+    assert across.forward - work[1] == pytest.approx(2 * 15 / 16 * 1600 / 100 + 2 * 2 * 15 * 1.0)
+
+
+def test_fsdp_keeps_a_share_of_the_weights_and_gathers_them_for_each_microbatch():
+    plain, found = (sharded(profile(), Degrees(data=2, fsdp=fsdp), SERVERS).layers[0] for fsdp in (False, True))
+    assert (found.weights, found.accumulators, found.optimizer) == (800, 1600, 2400)
+    gather, scatter = 1600 / 2 / 1000 + 0.25, 3200 / 2 / 1000 + 0.25
+    assert found.at[0].forward == pytest.approx(plain.at[0].forward + gather)
+    assert found.at[0].backward == pytest.approx(plain.at[0].backward + gather - scatter)  # a sum is scattered and gathered
+    assert found.update == 2.0
+    assert found.at[0].temporary == 40 + 800 + 1600  # the other half of weights and gradients
+
+
+def test_a_shared_parameter_is_sharded_as_its_layers_are():
+    tied = profile().model_copy(update={"shared": (SharedProfile(layers=("a", "b"), weights=160, accumulators=320, optimizer=480),)})
+    one = sharded(tied, Degrees(data=2, model=4, fsdp=True), SERVERS).shared[0]
+    assert (one.weights, one.accumulators, one.optimizer) == (50, 100, 150)
+
+
+def test_no_mesh_is_the_profile_itself():
+    own = profile()
+    assert Meshes(own, SERVERS).of(NO_MESH) == (own, SERVERS)
+    assert sharded(own, NO_MESH, SERVERS).costs(2)["a"].forward == own.costs(2)["a"].forward
+
+
+def test_meshes_are_inside_a_server_and_divide_heads():
+    found = possible_degrees(profile(), SERVERS)  # dims have a common divisor of 12
+    assert found[0] == NO_MESH
+    assert set(found[1:]) == {
+        Degrees(2, 1, True),
+        Degrees(4, 1, True),
+        Degrees(1, 2),
+        Degrees(2, 2, True),
+        Degrees(4, 2, True),
+        Degrees(1, 4),
+        Degrees(2, 4, True),
+    }
+    assert Degrees(model=8) in possible_degrees(profile(divides=64), SERVERS)
+
+
+def test_there_are_no_meshes_where_topology_or_profile_do_not_allow_them():
+    unknown = profile().model_copy(update={"layers": tuple(one.model_copy(update={"tensor": None}) for one in profile().layers)})
+    assert possible_degrees(unknown, SERVERS) == (NO_MESH,)
+    assert possible_degrees(profile(), Topology.flat(1, 1e9)) == (NO_MESH,)
+    assert "does not say" in why_not(unknown, Degrees(model=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("none", NO_MESH), ("model=4", Degrees(model=4)), ("data=2, model=4,fsdp", Degrees(2, 4, True)), ("data=8", Degrees(8))],
+)
+def test_meshes_are_read_from_text(text, expected):
+    assert Degrees.read(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "model=0", "model=-2", "model=2,model=4", "tensor=2", "model=2.5", "none,model=2", "data=1,fsdp", "fsdp"]
+)
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(jpipe.InputError, match="--mesh: "):
+        Degrees.read(text)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "why"),
+    [(Degrees(model=5), "divides 12, .* layer 'a' shards .* found 5"), (Degrees(data=3), "one of the microbatch sizes, 2, 4, found 3")],
+)
+def test_a_mesh_that_does_not_fit_the_layers_is_explained(degrees, why):
+    assert re.search(why, why_not(profile(), degrees))
+    assert not why_not(profile(), Degrees(model=4))
+    assert "logical axis" in why_not(profile(divides=0), Degrees(model=2))

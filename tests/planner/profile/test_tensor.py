@@ -1,0 +1,98 @@
+"""What tensor parallelism shards of a layer: by hand for a small Llama, and for programs whose sharded dims move."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from planner.profile.tensor import Walk, sharded_params, tensor_profile
+from train.config.model_config import ModelConfig
+from train.models.cross_entropy import loss
+from train.models.layers import layers
+
+CONFIG = ModelConfig(preset="llama-tiny")
+ROWS, SEQ, WIDTH, HEADS, KV, INNER = 2, 16, 16, 4, 2, 40
+
+
+def stages(stack, inputs):
+    """Each layer as a stage, by layer id and policy."""
+    specs = stack.specs(inputs)
+    params = {layer_id: spec.params for layer_id, spec in specs.items()}
+    rule = jpipe.model.find_layerwise(optax.sgd(0.1), params, False, stack.ties)
+    labels = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+    return lambda layer_id, policy: jpipe.stages.StandaloneStage(
+        stack, jpipe.Stage(layers=(layer_id,), recompute=policy), specs, labels, loss, rule
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What is known of each layer of the small Llama."""
+    stack = layers(CONFIG)
+    stage, device = stages(stack, jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)), jax.devices()[0]
+    return {
+        i: tensor_profile(lambda policy, i=i: stage(i, policy), i, ROWS, ["none", "full"], device) for i in ("embed", "block_0", "head")
+    }
+
+
+def test_a_block_sums_its_output_twice_and_shards_all_but_its_norms(found):
+    block = found["block_0"]
+    assert (block.reductions, block.reduced) == (2, 2 * SEQ * WIDTH * 4)
+    kernels = WIDTH * (HEADS + 2 * KV) * 4 + HEADS * 4 * WIDTH + 3 * WIDTH * INNER
+    assert block.weights == kernels / (kernels + 2 * WIDTH)
+    assert block.compute == 1.0
+    assert block.outputs == 0.0
+    assert block.divides == KV  # whole heads of keys and values
+    assert 0.5 < block.residuals["none"] < 1
+    assert block.residuals["full"] == 0  # its input
+
+
+def test_symbols_are_sharded_in_the_embedding_and_in_the_head(found):
+    assert (found["embed"].weights, found["embed"].reductions, found["embed"].divides) == (1.0, 1, 256)
+    assert found["embed"].reduced == SEQ * WIDTH * 4
+    assert found["head"].weights == 256 / 257
+    assert found["head"].reduced <= 4 * SEQ * 4  # no logits: a maximum, a sum and a label for each position
+
+
+def test_tied_embeddings_are_sharded_in_both_places():
+    config = CONFIG.model_copy(update={"tied": True})
+    stage = stages(layers(config), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
+    for layer_id in ("embed", "head"):
+        found = tensor_profile(lambda policy, i=layer_id: stage(i, policy), layer_id, ROWS, ["none"], jax.devices()[0])
+        assert found.weights > 0.9
+
+
+def test_layers_without_names_are_not_sharded():
+    stack = jpipe.LayerStack({i: lambda rngs: nnx.Linear(16, 16, rngs=rngs) for i in "ab"})
+    spec = stack.specs(jax.ShapeDtypeStruct((2, 16), np.float32))["a"]
+    assert not any(any(array.dims) for array in jax.tree.leaves(sharded_params("a", spec)))
+
+
+W = np.zeros((8, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "expected", "reductions"),
+    [
+        (lambda x, w: x @ w, (False, True), (False, True), 0),  # by columns
+        (lambda x, w: (x @ w) @ w.T, (False, True), (False, False), 1),  # then by rows
+        (lambda x, w: jnp.tanh(x @ w).reshape(4, 3, 2).transpose(1, 0, 2), (False, True), (True, False, False), 0),
+        (lambda x, w: (x @ w).reshape(2, 2, 6)[:, 0], (False, True), (False, True), 0),
+        (lambda x, w: jax.nn.softmax(x @ w), (False, True), (False, True), 2),
+        (lambda x, w: (x @ w).sum(0), (False, True), (True,), 0),
+        (lambda x, w: jnp.concatenate([x @ w, x @ w], 0), (False, True), (False, True), 0),
+        (lambda x, w: jnp.split(x @ w, 2, 1)[1], (False, True), (False, True), 0),
+        (lambda x, w: w[jnp.zeros(4, int)], (True, False), (False, False), 1),  # rows of a table
+        (lambda x, w: w[jnp.zeros(4, int)], (False, True), (False, True), 0),
+        (lambda x, w: jax.lax.scan(lambda c, row: (c, (row @ w) @ w.T), 0.0, x)[1], (False, True), (False, False), 4),
+        (jax.jit(lambda x, w: jax.nn.relu(x @ w)), (False, True), (False, True), 0),
+    ],
+)
+def test_sharded_dims_are_followed(program, given, expected, reductions):
+    jaxpr = jax.make_jaxpr(program)(np.zeros((4, 8), np.float32), W).jaxpr
+    walk = Walk()
+    assert walk.run(jaxpr, [(False, False), given]) == [expected]
+    assert walk.reductions == reductions
