@@ -74,7 +74,8 @@ class Transport:
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
         self._routes: dict[tuple[int, int, str], Route] = {}  # to and from other processes, by sender, receiver, message
         self._arriving: dict[tuple[int, int, str], Tree] = {}  # specs of messages, likewise
-        self._loads: Mapping[tuple[int, str], Tree] = {}
+        self._targets: dict[tuple[int, int, str], Any] = {}  # of messages in this process: a device or shardings, None: they stay
+        self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
@@ -86,10 +87,12 @@ class Transport:
             sums: a stage's first worker, and specs of what its replicas sum, as sharded there; perhaps several for a stage.
             loads: for workers of this process and data the shardings of host arrays that are loaded.
         """
-        self._loads = loads
+        for (w, name), shardings in loads.items():
+            self._loads[w, name] = shardings if self._places[w].mesh else self._places[w].first
         for send, leaving, arriving in sends:
             source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message)
             self._arriving[key] = arriving
+            self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
             if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
                 self._routes[key] = Route(leaving, arriving)
                 for pair in self._routes[key].pieces:
@@ -115,17 +118,19 @@ class Transport:
     def load(self, worker: int, name: str, data: Tree) -> Tree:
         """Bring host arrays that nobody will write to (see `rows`), inputs or labels, to a worker of this process."""
         Transport.calls += 1
-        return jax.device_put(data, self._loads[worker, name] if self._places[worker].mesh else self._places[worker].first)
+        return jax.device_put(data, self._loads[worker, name])
 
     def send(self, i: Send, k: int, tree: Tree) -> None:
         """Start moving a message about microbatch `k` to the worker `i.to`."""
         Transport.calls += 1
-        source, to, key = self._places[i.worker], self._places[i.to], (i.worker, i.to, i.message)
+        key = i.worker, i.to, i.message
         if i.to in self._local:
-            self._mailbox[i.to, i.message, k] = tree if source == to else self._moved(tree, key)
+            target = self._targets[key]
+            self._mailbox[i.to, i.message, k] = tree if target is None else jax.device_put(tree, target)
             return
+        words, on = _Words(i, k), (self._places[i.to].process_index,)
         for pair, pieces in self._routes[key].cut(tree).items():
-            self._call(pair, partial(link_between(*pair).send, pieces), pieces, _Words(i, k), (to.process_index,))
+            self._call(pair, partial(link_between(*pair).send, pieces), pieces, words, on)
 
     def receive(self, i: Receive, k: int) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
@@ -211,11 +216,6 @@ class Transport:
         for w in replicas:
             first.setdefault(self._places[w].process_index, self._places[w])
         return tuple(first.values())
-
-    def _moved(self, tree: Tree, key: tuple[int, int, str]) -> Tree:
-        """A message on the devices of its receiver in this process."""
-        to = self._places[key[1]]
-        return jax.device_put(tree, shardings_of(self._arriving[key]) if to.mesh else to.first)
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
         """The sum on each worker's devices, in memory of its own: each will write into it."""
