@@ -12,6 +12,7 @@ from flax import nnx
 
 import jpipe
 
+ON_MESHES = "2BW, two devices each"
 MICROBATCHES = 12  # per batch, for all plans: divisible by 1, 2, 3 and 4 replicas
 CLASSES, VOCABULARY, WORDS = 100, 4096, 8
 
@@ -71,8 +72,10 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
         return jpipe.Plan.even(ids, 1, "pipedream_flush", MICROBATCHES, replicas=hosts)
     cuts, replicas = workload.replicated[hosts] if kind == "PipeDream, replicated" else (workload.cuts[hosts], (1,) * hosts)
     ends = zip((0, *cuts), (*cuts, len(ids)), replicas, strict=True)
-    stages = [jpipe.Stage(layers=ids[a:b], replicas=count) for a, b, count in ends]
-    return jpipe.Plan(schedule="pipedream_2bw" if kind == "PipeDream-2BW" else "pipedream", microbatches=MICROBATCHES, stages=tuple(stages))
+    mesh = {"data": 2} if kind == ON_MESHES else {}
+    stages = [jpipe.Stage(layers=ids[a:b], replicas=count, mesh=mesh) for a, b, count in ends]
+    schedule = "pipedream" if kind.startswith("PipeDream, ") else "pipedream_2bw"
+    return jpipe.Plan(schedule=schedule, microbatches=MICROBATCHES, stages=tuple(stages))
 
 
 def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
@@ -94,7 +97,7 @@ def kinds(workload: Workload, hosts: int) -> list[str]:
         hosts: how many.
     """
     replicated = ["PipeDream, replicated"] if hosts in workload.replicated else []
-    return ["data parallel", "PipeDream, straight", *replicated, "PipeDream-2BW"]
+    return ["data parallel", "PipeDream, straight", *replicated, "PipeDream-2BW", *([ON_MESHES] if hosts == 2 else [])]
 
 
 class _Convolution(nnx.Module):
