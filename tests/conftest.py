@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import signal
+from typing import Protocol
 
 import jax
 import pytest
@@ -33,6 +34,21 @@ SHAPED = [
 ]
 beartype_packages(PACKAGES, conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
 install_import_hook(SHAPED, "beartype.beartype")
+# Python 3.11 looks at all members of an object, and works out its properties, whenever it asks if they are those of a protocol. That was a
+# quarter of the time of all tests. Of the packages' own classes and protocols it is asked until an object of the class has them all.
+_has_all_members, _known = type(Protocol).__instancecheck__, set()
+
+
+def _has_all_members_once(protocol, value):
+    if (protocol, type(value)) in _known:
+        return True
+    found = _has_all_members(protocol, value)
+    if found and {protocol.__module__.partition(".")[0], type(value).__module__.partition(".")[0]} <= {*PACKAGES}:
+        _known.add((protocol, type(value)))
+    return found
+
+
+type(Protocol).__instancecheck__ = _has_all_members_once
 
 
 @pytest.fixture(scope="session", autouse=True)
