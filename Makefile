@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests compiles all modules again, and rewrites all assertions
 # Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
