@@ -92,9 +92,20 @@ def nothing_shared(made_once, monkeypatch):
     monkeypatch.setattr(sharing, "enabled", False)
 
 
+NUMBERS = (
+    *("jpipe/model/", "jpipe/processes/test_several.py", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
+    *("planner/profile/", "planner/ranking/test_compiled.py", "train/assemble/test_examples.py", "train/checkpoint/test_huggingface.py"),
+    *("train/checkpoint/test_resume.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
+    *("train/report/test_measure.py", "train/run/test_evaluate.py"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(NUMBERS):
+            item.add_marker("numbers")
     matrices = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("thinned") and hasattr(item, "callspec"):
