@@ -53,9 +53,13 @@ type(Protocol).__instancecheck__ = _has_all_members_once
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Programs that are equal are compiled once in a session, by whichever of its workers comes first."""
+    """Programs that are equal are compiled once in a session, by whichever of its workers comes first.
+
+    Or once in all sessions that share the folder JPIPE_TEST_CACHE.
+    """
     session = tmp_path_factory.getbasetemp()
-    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # by all workers of the session
+    of_session = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # shared by all its workers
+    shared = pathlib.Path(os.environ.get("JPIPE_TEST_CACHE") or of_session)
     os.environ["XDG_CACHE_HOME"] = str(shared)  # of programs that the tests start; the user's own cache stays as it is
     jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
