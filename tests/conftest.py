@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import signal
+from typing import Protocol
 
 import jax
 import pytest
@@ -33,13 +34,32 @@ SHAPED = [
 ]
 beartype_packages(PACKAGES, conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
 install_import_hook(SHAPED, "beartype.beartype")
+# Python 3.11 looks at all members of an object, and works out its properties, whenever it asks if they are those of a protocol. That was a
+# quarter of the time of all tests. Of the packages' own classes and protocols it is asked until an object of the class has them all.
+_has_all_members, _known = type(Protocol).__instancecheck__, set()
+
+
+def _has_all_members_once(protocol, value):
+    if (protocol, type(value)) in _known:
+        return True
+    found = _has_all_members(protocol, value)
+    if found and {protocol.__module__.partition(".")[0], type(value).__module__.partition(".")[0]} <= {*PACKAGES}:
+        _known.add((protocol, type(value)))
+    return found
+
+
+type(Protocol).__instancecheck__ = _has_all_members_once
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Programs that are equal are compiled once in a session, by whichever of its workers comes first."""
+    """Programs that are equal are compiled once in a session, by whichever of its workers comes first.
+
+    Or once in all sessions that share the folder JPIPE_TEST_CACHE.
+    """
     session = tmp_path_factory.getbasetemp()
-    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # by all workers of the session
+    of_session = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # shared by all its workers
+    shared = pathlib.Path(os.environ.get("JPIPE_TEST_CACHE") or of_session)
     os.environ["XDG_CACHE_HOME"] = str(shared)  # of programs that the tests start; the user's own cache stays as it is
     jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -76,9 +96,20 @@ def nothing_shared(made_once, monkeypatch):
     monkeypatch.setattr(sharing, "enabled", False)
 
 
+NUMBERS = (
+    *("jpipe/model/", "jpipe/processes/test_several.py", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
+    *("planner/profile/", "planner/ranking/test_compiled.py", "train/assemble/test_examples.py", "train/checkpoint/test_huggingface.py"),
+    *("train/checkpoint/test_resume.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
+    *("train/report/test_measure.py", "train/run/test_evaluate.py"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(NUMBERS):
+            item.add_marker("numbers")
     matrices = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("thinned") and hasattr(item, "callspec"):

@@ -50,9 +50,10 @@ def program(body, processes=1):
 
 @pytest.fixture
 def quickly_compiled():
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # Schedules ------------------------------------------------------------------------------------------------------------

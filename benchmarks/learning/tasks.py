@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import sklearn.datasets
 from flax import nnx
 
 import jpipe
@@ -58,7 +57,9 @@ def make_gpt() -> Task:
 
 def make_digits() -> Task:
     """An MLP of eight layers of width 64; SGD with momentum 0.9; 32 of 1,437 images per batch, 360 held out."""
-    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    from sklearn import datasets  # it takes a second to import
+
+    images, labels = datasets.load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(images))
     train, held_out = order[:-360], order[-360:]

@@ -111,6 +111,187 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
     return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))
 
 
+class _Pending(NamedTuple):
+    """An update that waits for a sum or a norm, and the version that it retires, if any."""
+
+    batch: int
+    retires: int | None
+
+
+class _Rank:
+    """The clock of a rank: when its last computation ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.clock = number, 0
+
+
+class _Worker:
+    """The progress of a worker.
+
+    Attributes:
+        number: of the worker.
+        stage: that it runs.
+        replica: of that stage.
+        rank: on which it is.
+        backwards: their number since the first batch of the run.
+        updates: likewise.
+        pending: its updates that wait for a sum or a norm, in order.
+        shared_due: the batches whose shared gradients it is to give next.
+        squares_due: the batches whose squares it is to sum next.
+    """
+
+    def __init__(self, plan: Plan, number: int, start: int, rank: _Rank) -> None:
+        self.number, self.rank = number, rank
+        self.stage, self.replica = plan.workers[number]
+        self.backwards = start * plan.microbatches // plan.replicas[self.stage]
+        self.updates = start * plan.updates_per_batch(self.stage)
+        self.pending: list[_Pending] = []
+        self.shared_due: list[int] = []
+        self.squares_due: list[int] = []
+
+    @property
+    def clock(self) -> int:
+        """When the last computation of its rank ends."""
+        return self.rank.clock
+
+    @clock.setter
+    def clock(self, time: int) -> None:
+        self.rank.clock = time
+
+
+class _Availability:
+    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which ranks wait for them.
+
+    Attributes:
+        woken: the ranks that can go on.
+    """
+
+    def __init__(self) -> None:
+        self.woken: deque[int] = deque()
+        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
+        self._waiting: dict[tuple[str, int, int], list[int]] = {}
+
+    def announce(self, what: str, s: int, number: int, time: int) -> None:
+        """Note since when something is available, and wake the ranks that wait for it."""
+        self._times[what, s, number] = time
+        self.woken.extend(self._waiting.pop((what, s, number), ()))
+
+    def known(self, what: str, s: int, number: int) -> bool:
+        """Whether something is available."""
+        return (what, s, number) in self._times
+
+    def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
+        """Since when something is available. None if it is not yet; then the worker's rank is woken when it is."""
+        time = self._times.get((what, s, number))
+        if time is None:
+            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
+        return time
+
+    def latest(self, wanted: Iterable[tuple[str, int, int]], worker: _Worker) -> int | None:
+        """Since when all of these are available. None if one is not yet; then the worker waits for that one only, to be woken once."""
+        latest = 0
+        for what, s, number in wanted:
+            time = self.time(what, s, number, worker)
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest
+
+
+class _Listing:
+    """Instructions with their times."""
+
+    def __init__(self) -> None:
+        self._instructions: list[Instruction] = []
+        self._keys: list[int] = []
+
+    def write(self, time: int, *instructions: Instruction) -> None:
+        self._instructions += instructions
+        self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
+
+    def computations(self) -> list[tuple[Computation, int]]:
+        """The computations and their starts, rank by rank in order."""
+        pairs = zip(self._instructions, self._keys, strict=True)
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Computation)]
+
+    def in_order(self) -> list[Instruction]:
+        """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
+
+        A stable sort keeps the topological order in which they were written.
+        """
+        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
+
+
+class _PendingUpdates:
+    """Updates that wait for the sum over all replicas, or for other stages.
+
+    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
+    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
+    """
+
+    def __init__(self, plan: Plan, available: _Availability, listing: _Listing, route: Route | None, waits: Sequence[bool]) -> None:
+        self.plan, self.available, self.listing = plan, available, listing
+        self.routed = [route is not None and wait for wait in waits]
+        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
+
+    def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
+        """After a backward.
+
+        Args:
+            worker: whose it was.
+            batch: the batch that it ends, whose update becomes pending.
+            dead: the version that nobody reads any more.
+        """
+        pending = worker.pending
+        if batch is not None:
+            pending.append(_Pending(batch, None))
+        routed = self.routed[worker.stage]
+        is_due = len(pending) == 2 and not routed
+        if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
+            pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
+        elif dead is not None:
+            self.listing.write(worker.clock, Release(worker.number, dead))
+        if batch is not None and (len(pending) == 1 or routed):
+            self._begin_sum(worker, batch)
+
+    def settle(self, worker: _Worker) -> bool:
+        """Make the first of two pending updates.
+
+        Returns:
+            Whether the worker can go on; False if that update waits for its sum.
+        """
+        if len(worker.pending) == 2 and not self.routed[worker.stage]:
+            summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
+            if summed is None:
+                return False
+            worker.clock = max(worker.clock, summed)
+            self.make(worker, worker.clock)
+            self._begin_sum(worker, worker.pending[0].batch)
+        return True
+
+    def make(self, worker: _Worker, time: int) -> None:
+        """Make the first pending update of a worker."""
+        pending = worker.pending.pop(0)
+        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
+        worker.updates += 1
+
+    def _begin_sum(self, worker: _Worker, batch: int) -> None:
+        """Note that a replica has all gradients of a batch; with the last replica the sum begins."""
+        s = worker.stage
+        arrived = self.arrived.setdefault((s, batch), [])
+        arrived.append(worker.clock)
+        if len(arrived) == self.plan.replicas[s]:
+            begins = max(self.arrived.pop((s, batch)))
+            if self.plan.replicas[s] > 1:
+                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
+            self.available.announce("sum", s, batch, begins)
+
+
+_COMPUTES = {Load, *COMPUTATIONS.values()}
+_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
+_TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
+
+
 class _Run:
     """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
@@ -188,7 +369,7 @@ class _Run:
         order = self.schedule.computations(plan, *plan.rank_places[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
-    def _compute(self, entry: Compute, workers: Sequence["_Worker"]) -> bool:
+    def _compute(self, entry: Compute, workers: Sequence[_Worker]) -> bool:
         """List a computation of one of a rank's workers and what follows from it, unless something that it needs is not available yet."""
         plan, (op, s, k) = self.plan, entry
         worker = next(worker for worker in workers if worker.stage == s)
@@ -210,7 +391,7 @@ class _Run:
             self._after_backward(worker, k, version)
         return True
 
-    def _after_forward(self, worker: "_Worker", k: int) -> None:
+    def _after_forward(self, worker: _Worker, k: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
         if s < plan.depth - 1:
             self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
@@ -218,7 +399,7 @@ class _Run:
                 self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
         self.available.announce("output", s, k, worker.clock)
 
-    def _after_gradient(self, worker: "_Worker", k: int) -> None:
+    def _after_gradient(self, worker: _Worker, k: int) -> None:
         s = worker.stage
         if s > 0:
             self.listing.write(worker.clock, *transfer(worker.number, self.plan.worker(s - 1, k), k, "gradient"))
@@ -229,7 +410,7 @@ class _Run:
         batch = self.route.norm_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
-    def _update_before(self, worker: "_Worker", k: int, version: int, begins: int) -> None:
+    def _update_before(self, worker: _Worker, k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
         if self.route is None or not self.waits[worker.stage]:
             if worker.pending and version > worker.pending[0].batch:
@@ -242,7 +423,7 @@ class _Run:
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
-    def _inputs_ready(self, worker: "_Worker", entry: Compute, version: int) -> int | None:
+    def _inputs_ready(self, worker: _Worker, entry: Compute, version: int) -> int | None:
         """When the message that a computation needs, and the sums from which its weights are made, are available."""
         plan, (op, s, k), of = self.plan, entry, self.available
         if op == "W":
@@ -258,7 +439,7 @@ class _Run:
             wanted.append(("sum", s, version - 1))
         return of.latest(wanted, worker)
 
-    def _settle(self, worker: "_Worker") -> bool:
+    def _settle(self, worker: _Worker) -> bool:
         """Do what comes before the next computation of a worker: give shared gradients, sum squares, or make an update.
 
         Returns:
@@ -266,7 +447,7 @@ class _Run:
         """
         return self._give_shared(worker) and self._sum_squares(worker) and self.updates.settle(worker)
 
-    def _give_shared(self, worker: "_Worker") -> bool:
+    def _give_shared(self, worker: _Worker) -> bool:
         while worker.shared_due:
             summed = self.available.time("sum", worker.stage, worker.shared_due[0], worker)
             if summed is None:
@@ -275,7 +456,7 @@ class _Run:
             self._send_shared(worker, worker.shared_due.pop(0), worker.clock)
         return True
 
-    def _send_shared(self, worker: "_Worker", batch: int, time: int) -> None:
+    def _send_shared(self, worker: _Worker, batch: int, time: int) -> None:
         """Send the gradients of shared parameters to the workers of the other stages that hold them, one replica to each of them."""
         plan, w, s = self.plan, worker.number, worker.stage
         self.listing.write(time, TakeShared(w, batch))
@@ -285,19 +466,19 @@ class _Run:
                     self.listing.write(time, *transfer(w, to, last_microbatch(plan, batch), "shared"))
         self.available.announce("shared", w, batch, time)
 
-    def _sources(self, worker: "_Worker", group: int) -> list[int]:
+    def _sources(self, worker: _Worker, group: int) -> list[int]:
         """The workers that send shared gradients of a group to a worker."""
         replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
         return [workers[worker.replica % len(workers)] for workers in replicas.values()]
 
-    def _add_shared(self, worker: "_Worker", batch: int, time: int, *, first: bool = False) -> None:
+    def _add_shared(self, worker: _Worker, batch: int, time: int, *, first: bool = False) -> None:
         """Add the shared gradients of the groups not added yet, or only of those of which the worker's stage is the first."""
         for group in self.shares[worker.stage]:
             if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
                 self.added.add((worker.number, batch, group))
                 self.listing.write(time, AddShared(worker.number, batch, group))
 
-    def _sum_squares(self, worker: "_Worker") -> bool:
+    def _sum_squares(self, worker: _Worker) -> bool:
         s, w, plan, of = worker.stage, worker.number, self.plan, self.available
         while worker.squares_due:
             assert self.route is not None
@@ -317,7 +498,7 @@ class _Run:
             worker.squares_due.pop(0)
         return True
 
-    def _after_backward(self, worker: "_Worker", k: int, version: int) -> None:
+    def _after_backward(self, worker: _Worker, k: int, version: int) -> None:
         plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
         worker.backwards += 1
         replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
@@ -334,7 +515,7 @@ class _Run:
         elif dead is not None:
             self.listing.write(ends, Release(w, dead))
 
-    def _note_due(self, worker: "_Worker", k: int) -> None:
+    def _note_due(self, worker: _Worker, k: int) -> None:
         """Note for which batch a worker has to give shared gradients and to sum squares after its backward of microbatch k."""
         if self.route is None:
             return
@@ -368,187 +549,6 @@ class _Run:
             self.listing.write(time, *distribute(self.plan, batch, holders))
         else:
             self.listing.write(time, *norm_alone(self.plan, batch))
-
-
-class _Pending(NamedTuple):
-    """An update that waits for a sum or a norm, and the version that it retires, if any."""
-
-    batch: int
-    retires: int | None
-
-
-class _Rank:
-    """The clock of a rank: when its last computation ends."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.clock = number, 0
-
-
-class _Worker:
-    """The progress of a worker.
-
-    Attributes:
-        number: of the worker.
-        stage: that it runs.
-        replica: of that stage.
-        rank: on which it is.
-        backwards: their number since the first batch of the run.
-        updates: likewise.
-        pending: its updates that wait for a sum or a norm, in order.
-        shared_due: the batches whose shared gradients it is to give next.
-        squares_due: the batches whose squares it is to sum next.
-    """
-
-    def __init__(self, plan: Plan, number: int, start: int, rank: _Rank) -> None:
-        self.number, self.rank = number, rank
-        self.stage, self.replica = plan.workers[number]
-        self.backwards = start * plan.microbatches // plan.replicas[self.stage]
-        self.updates = start * plan.updates_per_batch(self.stage)
-        self.pending: list[_Pending] = []
-        self.shared_due: list[int] = []
-        self.squares_due: list[int] = []
-
-    @property
-    def clock(self) -> int:
-        """When the last computation of its rank ends."""
-        return self.rank.clock
-
-    @clock.setter
-    def clock(self, time: int) -> None:
-        self.rank.clock = time
-
-
-class _PendingUpdates:
-    """Updates that wait for the sum over all replicas, or for other stages.
-
-    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
-    """
-
-    def __init__(self, plan: Plan, available: "_Availability", listing: "_Listing", route: Route | None, waits: Sequence[bool]) -> None:
-        self.plan, self.available, self.listing = plan, available, listing
-        self.routed = [route is not None and wait for wait in waits]
-        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
-
-    def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
-        """After a backward.
-
-        Args:
-            worker: whose it was.
-            batch: the batch that it ends, whose update becomes pending.
-            dead: the version that nobody reads any more.
-        """
-        pending = worker.pending
-        if batch is not None:
-            pending.append(_Pending(batch, None))
-        routed = self.routed[worker.stage]
-        is_due = len(pending) == 2 and not routed
-        if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
-            pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
-        elif dead is not None:
-            self.listing.write(worker.clock, Release(worker.number, dead))
-        if batch is not None and (len(pending) == 1 or routed):
-            self._begin_sum(worker, batch)
-
-    def settle(self, worker: _Worker) -> bool:
-        """Make the first of two pending updates.
-
-        Returns:
-            Whether the worker can go on; False if that update waits for its sum.
-        """
-        if len(worker.pending) == 2 and not self.routed[worker.stage]:
-            summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
-            if summed is None:
-                return False
-            worker.clock = max(worker.clock, summed)
-            self.make(worker, worker.clock)
-            self._begin_sum(worker, worker.pending[0].batch)
-        return True
-
-    def make(self, worker: _Worker, time: int) -> None:
-        """Make the first pending update of a worker."""
-        pending = worker.pending.pop(0)
-        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
-        worker.updates += 1
-
-    def _begin_sum(self, worker: _Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch; with the last replica the sum begins."""
-        s = worker.stage
-        arrived = self.arrived.setdefault((s, batch), [])
-        arrived.append(worker.clock)
-        if len(arrived) == self.plan.replicas[s]:
-            begins = max(self.arrived.pop((s, batch)))
-            if self.plan.replicas[s] > 1:
-                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
-            self.available.announce("sum", s, batch, begins)
-
-
-class _Availability:
-    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which ranks wait for them.
-
-    Attributes:
-        woken: the ranks that can go on.
-    """
-
-    def __init__(self) -> None:
-        self.woken: deque[int] = deque()
-        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
-        self._waiting: dict[tuple[str, int, int], list[int]] = {}
-
-    def announce(self, what: str, s: int, number: int, time: int) -> None:
-        """Note since when something is available, and wake the ranks that wait for it."""
-        self._times[what, s, number] = time
-        self.woken.extend(self._waiting.pop((what, s, number), ()))
-
-    def known(self, what: str, s: int, number: int) -> bool:
-        """Whether something is available."""
-        return (what, s, number) in self._times
-
-    def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
-        """Since when something is available. None if it is not yet; then the worker's rank is woken when it is."""
-        time = self._times.get((what, s, number))
-        if time is None:
-            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
-        return time
-
-    def latest(self, wanted: Iterable[tuple[str, int, int]], worker: _Worker) -> int | None:
-        """Since when all of these are available. None if one is not yet; then the worker waits for that one only, to be woken once."""
-        latest = 0
-        for what, s, number in wanted:
-            time = self.time(what, s, number, worker)
-            if time is None:
-                return None
-            latest = max(latest, time)
-        return latest
-
-
-class _Listing:
-    """Instructions with their times."""
-
-    def __init__(self) -> None:
-        self._instructions: list[Instruction] = []
-        self._keys: list[int] = []
-
-    def write(self, time: int, *instructions: Instruction) -> None:
-        self._instructions += instructions
-        self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
-
-    def computations(self) -> list[tuple[Computation, int]]:
-        """The computations and their starts, rank by rank in order."""
-        pairs = zip(self._instructions, self._keys, strict=True)
-        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Computation)]
-
-    def in_order(self) -> list[Instruction]:
-        """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
-
-        A stable sort keeps the topological order in which they were written.
-        """
-        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
-
-
-_COMPUTES = {Load, *COMPUTATIONS.values()}
-_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
-_TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
 def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:

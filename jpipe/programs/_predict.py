@@ -67,6 +67,115 @@ def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tup
     return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
 
 
+class _Rank:
+    """The clock of one rank, what it has done, and the bytes that its workers hold."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clock, self.busy, self.moved = 0.0, 0.0, 0
+        self.spans: list[Span] = []
+        self.workers: list[_Worker] = []
+        self.held = self.peak = self.peak_running = 0
+        self.samples: list[MemorySample] = []
+
+    def begin(self) -> None:
+        """Count what all its workers hold at the beginning."""
+        self.held = self.peak = sum(worker.memory.at_first for worker in self.workers)
+        self.sample()
+
+    def wait(self, until: float) -> None:
+        self.clock = max(self.clock, until)
+
+    def add(self, size: int) -> None:
+        self.held += size
+        if self.held > self.peak:
+            self.peak = self.held
+
+    def update(self, chunk: int, seconds: float) -> None:
+        """Note an update of one of its stages, on the span of the stage's last computation."""
+        self.clock += seconds
+        self.busy += seconds
+        place = next(n for n in range(len(self.spans) - 1, -1, -1) if self.spans[n].chunk == chunk)
+        last = self.spans[place]
+        self.spans[place] = last._replace(updates=True, update_time=seconds, update_wait=self.clock - seconds - last.end)
+        self.sample()
+
+    def sample(self) -> None:
+        weights, *others = (worker.memory.weights for worker in self.workers)
+        for more in others:
+            weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
+        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
+        other = self.held - sum(weights.values()) - optimizer - accumulators - residuals
+        self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
+
+
+class _Memory:
+    """The bytes of one worker, which its rank adds up."""
+
+    def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
+        self.cost, self.rank = cost, rank
+        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
+        self.at_first = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
+        self.most_versions = len(versions)
+        self.in_flight = 0  # microbatches between their forward and their backward, or its first half
+        self.stashes = 0  # microbatches between the two halves of their backward
+        self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
+
+    def add(self, size: int) -> None:
+        self.rank.add(size)
+
+    def accumulate(self) -> None:
+        if not self.accumulates:
+            self.accumulates = True
+            self.add(self.cost.accumulators)
+
+    def update(self, version: int, retired: int | None) -> None:
+        """Make weights `version`, in the memory of `retired` if there is one."""
+        if retired is None:
+            self.add(self.cost.weights)
+        self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.weights}
+        self.most_versions = max(self.most_versions, len(self.weights))
+
+    def release(self, version: int) -> None:
+        self.weights = {v: size for v, size in self.weights.items() if v != version}
+        self.add(-self.cost.weights)
+
+    def compute(self, made: int, used: int) -> None:
+        """Hold what a computation makes and what it uses while it runs, then only the former."""
+        rank = self.rank
+        running = rank.held + made + self.cost.temporary
+        if running > rank.peak_running:
+            rank.peak_running = running
+        self.add(made - used)
+        rank.sample()
+
+    def parts(self) -> tuple[int, int, int]:
+        """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
+        cost = self.cost
+        return cost.optimizer, cost.accumulators, self.in_flight * cost.residuals + self.stashes * cost.stash
+
+
+class _Worker:
+    """What one worker waits for and holds."""
+
+    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
+        self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
+        self.memory = _Memory(cost, versions, rank)
+        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
+        self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
+        rank.workers.append(self)
+
+    def wait(self, until: float) -> None:
+        self.rank.wait(until)
+
+    def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
+        rank = self.rank
+        starts = max(rank.clock, self.ready.pop((needs, i.microbatch), 0.0))
+        rank.clock = starts + seconds
+        rank.busy += seconds
+        rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
+
+
 class Predictor:
     """Adds up the costs of a program's instructions, one after the other in an executable order.
 
@@ -121,10 +230,10 @@ class Predictor:
             versions_alive=tuple(worker.memory.most_versions for worker in self._workers),
         )
 
-    def _load(self, worker: "_Worker", i: Load) -> None:
+    def _load(self, worker: _Worker, i: Load) -> None:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
-    def _forward(self, worker: "_Worker", i: Forward) -> None:
+    def _forward(self, worker: _Worker, i: Forward) -> None:
         cost, last = worker.cost, worker.stage == self._plan.depth - 1
         worker.compute("F", i, "activation", cost.forward)
         if not last:
@@ -133,7 +242,7 @@ class Predictor:
         made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
         worker.memory.compute(made, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "F"))
 
-    def _backward(self, worker: "_Worker", i: Backward) -> None:
+    def _backward(self, worker: _Worker, i: Backward) -> None:
         cost = worker.cost
         worker.compute("B", i, "gradient", cost.backward)
         worker.memory.in_flight -= 1
@@ -141,14 +250,14 @@ class Predictor:
         self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
 
-    def _forward_backward(self, worker: "_Worker", i: ForwardBackward) -> None:
+    def _forward_backward(self, worker: _Worker, i: ForwardBackward) -> None:
         cost = worker.cost
         worker.compute("FB", i, "activation", cost.forward + cost.backward)
         worker.memory.compute(cost.gradient, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "FIW"))
         self._gradient(worker, i.microbatch)
         self._accumulate(worker, i.microbatch)
 
-    def _backward_input(self, worker: "_Worker", i: BackwardInput) -> None:
+    def _backward_input(self, worker: _Worker, i: BackwardInput) -> None:
         cost = worker.cost
         worker.compute("I", i, "gradient", cost.backward_input)
         worker.memory.in_flight -= 1
@@ -157,7 +266,7 @@ class Predictor:
         worker.memory.compute(cost.gradient + cost.stash, cost.residuals + cost.message - kept)
         self._gradient(worker, i.microbatch)
 
-    def _forward_backward_input(self, worker: "_Worker", i: ForwardBackwardInput) -> None:
+    def _forward_backward_input(self, worker: _Worker, i: ForwardBackwardInput) -> None:
         cost = worker.cost
         worker.compute("FI", i, "activation", cost.forward + cost.backward_input)
         worker.memory.stashes += 1
@@ -165,13 +274,13 @@ class Predictor:
         worker.memory.compute(cost.gradient + cost.stash, cost.inputs + cost.labels - kept)
         self._gradient(worker, i.microbatch)
 
-    def _backward_weight(self, worker: "_Worker", i: BackwardWeight) -> None:
+    def _backward_weight(self, worker: _Worker, i: BackwardWeight) -> None:
         worker.compute("W", i, "", worker.cost.backward_weight)
         worker.memory.stashes -= 1
         worker.memory.compute(0, worker.cost.stash - self._kept_by_other(worker, i.microbatch, "W"))
         self._accumulate(worker, i.microbatch)
 
-    def _kept_by_other(self, worker: "_Worker", k: int, computed: str) -> int:
+    def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
         """The bytes that a worker lets go of after these halves of its computations, and another worker of its rank still keeps."""
         gone = 0
         for receiver, side in ((worker, "receiver"), (self._next_on_rank(worker), "sender")):
@@ -183,16 +292,16 @@ class Predictor:
                     del receiver.passed[k]
         return gone
 
-    def _next_on_rank(self, worker: "_Worker") -> "_Worker | None":
+    def _next_on_rank(self, worker: _Worker) -> _Worker | None:
         """The worker of the next stage, if it is on the same rank."""
         return next((other for other in worker.rank.workers if other.stage == worker.stage + 1), None)
 
-    def _gradient(self, worker: "_Worker", k: int) -> None:
+    def _gradient(self, worker: _Worker, k: int) -> None:
         """Note when the input gradient of a microbatch can be sent."""
         if worker.stage > 0:
             worker.ready["gradient", k] = worker.rank.clock
 
-    def _accumulate(self, worker: "_Worker", k: int) -> None:
+    def _accumulate(self, worker: _Worker, k: int) -> None:
         """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
         worker.memory.accumulate()
         replicas = self._plan.replicas[worker.stage]
@@ -202,7 +311,7 @@ class Predictor:
         ):
             worker.memory.accumulates = False
 
-    def _send(self, worker: "_Worker", i: Send) -> None:
+    def _send(self, worker: _Worker, i: Send) -> None:
         peer, key = self._workers[i.to], (str(i.message), i.microbatch)
         if i.message == "activation":
             size, arrives = worker.cost.outputs, peer.cost.inputs
@@ -231,7 +340,7 @@ class Predictor:
         worker.rank.moved += size
         peer.ready[key] = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
 
-    def _all_reduce(self, worker: "_Worker", i: AllReduce) -> None:
+    def _all_reduce(self, worker: _Worker, i: AllReduce) -> None:
         if self._averages_state:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
         parts = self._parts.setdefault((worker.stage, i.batch), [])
@@ -244,12 +353,12 @@ class Predictor:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = summed
 
-    def _take_shared(self, worker: "_Worker", i: TakeShared) -> None:
+    def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))
         worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.rank.clock
         worker.memory.add(sum(worker.cost.shared))
 
-    def _add_shared(self, worker: "_Worker", i: AddShared) -> None:
+    def _add_shared(self, worker: _Worker, i: AddShared) -> None:
         for s in self._program.shared[i.group]:
             if s != worker.stage:
                 worker.wait(worker.ready[f"shared of stage {s}", last_microbatch(self._plan, i.batch)])
@@ -263,7 +372,7 @@ class Predictor:
         """The size of the sums of squares of a stage and all later ones, which stage s sends on."""
         return sum(self._workers[workers[0]].cost.squares for workers in self._plan.stage_workers[s:])
 
-    def _sum_squares(self, worker: "_Worker", i: SumSquares) -> None:
+    def _sum_squares(self, worker: _Worker, i: SumSquares) -> None:
         k = last_microbatch(self._plan, i.batch)
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
         if ("squares", k) in worker.ready:
@@ -273,7 +382,7 @@ class Predictor:
             worker.memory.add(self._squares_bytes(worker.stage))
         worker.ready["squares" if worker.stage > 0 else "norm", k] = worker.rank.clock
 
-    def _update(self, worker: "_Worker", i: Update) -> None:
+    def _update(self, worker: _Worker, i: Update) -> None:
         cost, memory = worker.cost, worker.memory
         worker.wait(worker.ready.pop(("sum", i.batch), 0.0))
         if self._averages_state and self._plan.replicas[worker.stage] > 1:
@@ -292,117 +401,8 @@ class Predictor:
         memory.update(i.batch + 1, i.retires)
         worker.rank.update(worker.chunk, cost.update)
 
-    def _release(self, worker: "_Worker", i: Release) -> None:
+    def _release(self, worker: _Worker, i: Release) -> None:
         worker.memory.release(i.version)
-
-
-class _Rank:
-    """The clock of one rank, what it has done, and the bytes that its workers hold."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.clock, self.busy, self.moved = 0.0, 0.0, 0
-        self.spans: list[Span] = []
-        self.workers: list[_Worker] = []
-        self.held = self.peak = self.peak_running = 0
-        self.samples: list[MemorySample] = []
-
-    def begin(self) -> None:
-        """Count what all its workers hold at the beginning."""
-        self.held = self.peak = sum(worker.memory.at_first for worker in self.workers)
-        self.sample()
-
-    def wait(self, until: float) -> None:
-        self.clock = max(self.clock, until)
-
-    def add(self, size: int) -> None:
-        self.held += size
-        if self.held > self.peak:
-            self.peak = self.held
-
-    def update(self, chunk: int, seconds: float) -> None:
-        """Note an update of one of its stages, on the span of the stage's last computation."""
-        self.clock += seconds
-        self.busy += seconds
-        place = next(n for n in range(len(self.spans) - 1, -1, -1) if self.spans[n].chunk == chunk)
-        last = self.spans[place]
-        self.spans[place] = last._replace(updates=True, update_time=seconds, update_wait=self.clock - seconds - last.end)
-        self.sample()
-
-    def sample(self) -> None:
-        weights, *others = (worker.memory.weights for worker in self.workers)
-        for more in others:
-            weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
-        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
-        other = self.held - sum(weights.values()) - optimizer - accumulators - residuals
-        self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
-
-
-class _Worker:
-    """What one worker waits for and holds."""
-
-    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
-        self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
-        self.memory = _Memory(cost, versions, rank)
-        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
-        self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
-        rank.workers.append(self)
-
-    def wait(self, until: float) -> None:
-        self.rank.wait(until)
-
-    def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
-        rank = self.rank
-        starts = max(rank.clock, self.ready.pop((needs, i.microbatch), 0.0))
-        rank.clock = starts + seconds
-        rank.busy += seconds
-        rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
-
-
-class _Memory:
-    """The bytes of one worker, which its rank adds up."""
-
-    def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
-        self.cost, self.rank = cost, rank
-        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
-        self.most_versions = len(versions)
-        self.in_flight = 0  # microbatches between their forward and their backward, or its first half
-        self.stashes = 0  # microbatches between the two halves of their backward
-        self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
-
-    def add(self, size: int) -> None:
-        self.rank.add(size)
-
-    def accumulate(self) -> None:
-        if not self.accumulates:
-            self.accumulates = True
-            self.add(self.cost.accumulators)
-
-    def update(self, version: int, retired: int | None) -> None:
-        """Make weights `version`, in the memory of `retired` if there is one."""
-        if retired is None:
-            self.add(self.cost.weights)
-        self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.weights}
-        self.most_versions = max(self.most_versions, len(self.weights))
-
-    def release(self, version: int) -> None:
-        self.weights = {v: size for v, size in self.weights.items() if v != version}
-        self.add(-self.cost.weights)
-
-    def compute(self, made: int, used: int) -> None:
-        """Hold what a computation makes and what it uses while it runs, then only the former."""
-        rank = self.rank
-        running = rank.held + made + self.cost.temporary
-        if running > rank.peak_running:
-            rank.peak_running = running
-        self.add(made - used)
-        rank.sample()
-
-    def parts(self) -> tuple[int, int, int]:
-        """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
-        cost = self.cost
-        return cost.optimizer, cost.accumulators, self.in_flight * cost.residuals + self.stashes * cost.stash
 
 
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
