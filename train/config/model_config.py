@@ -1,4 +1,4 @@
-"""The keys of the section `model`: the family of built-in language models."""
+"""The keys of the section `model`: the family of built-in language models, and that of images as `vision`."""
 
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from jpipe.errors import nearest
 from train.config.presets import PRESETS
 from train.config.section import Count, OwnCode, Section
+from train.config.vision_config import VisionConfig
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
@@ -40,10 +41,12 @@ class ModelConfig(OwnCode):
     """A language model: `depth` blocks of `width` with `heads` heads over `seq_len` symbols; parameters are float32 whatever
     `compute_dtype` is. By default a GPT over bytes; a `preset` gives the other keys, and what is given beside it replaces them.
 
-    With a `target` it is the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that of the text.
+    With `vision` it is a model of images, and these keys mean nothing. With a `target` it is the `jpipe.LayerStack` that
+    `target(**arguments)` returns, and `seq_len` is only that of the text.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
+    families: ClassVar[frozenset[str]] = frozenset({"vision"})
 
     preset: str | None = None
     kind: Literal["decoder", "bert"] = "decoder"
@@ -69,6 +72,7 @@ class ModelConfig(OwnCode):
     attention: Literal["xla", "cudnn"] = "xla"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    vision: VisionConfig | None = None
 
     @property
     def kv_heads_used(self) -> int:

@@ -44,6 +44,12 @@ class OwnCode(Section):
     arguments: Arguments = {}
 
     keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+    families: ClassVar[frozenset[str]] = frozenset()  # each describes by itself what otherwise the other keys do
+
+    @property
+    def family(self) -> str | None:
+        """The one of `families` that is given."""
+        return next((key for key in sorted(self.families) if getattr(self, key) is not None), None)
 
     @model_validator(mode="after")
     def _nothing_is_said_in_vain(self) -> "OwnCode":
@@ -51,9 +57,17 @@ class OwnCode(Section):
             raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
         if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
             raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+        family = self.family
+        others = {key for key in self.model_fields_set if not (key in self.families and getattr(self, key) is None)}
+        if self.target is None and family is not None and (idle := sorted(others - {"target", "arguments", family})):
+            raise ValueError(f"{', '.join(idle)} would mean nothing beside {family}; leave it out")
         return self
 
     @model_serializer(mode="wrap")
     def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
+        said = set(type(self).model_fields)
+        if self.target is not None:
+            said = {"target", "arguments", *self.model_fields_set}
+        elif self.family is not None:
+            said = {"target", "arguments", self.family}
         return {key: value for key, value in write(self).items() if key in said}
