@@ -60,7 +60,7 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
-    return {name: _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) if ":" in metric else _accuracy for name, metric in named}
+    return {name: _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) if ":" in metric else _MOST[metric] for name, metric in named}
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,22 @@ class _OfLogits:
         return self.metric(cross_entropy.all_logits(outputs), labels)
 
 
-def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
-    """How many of the labels have the largest logit, and how many there are."""
+def _accuracy(outputs: Any, labels: Any, name: str = "accuracy", most: int = 1) -> tuple[jax.Array, jax.Array]:
+    """How many of the labels have one of the `most` largest logits, and how many there are."""
     logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
     shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(
-            f"eval.metrics: accuracy: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"eval.metrics: {name}: expected logits of classes and integer labels, found outputs {list(shape)} and "
             f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
         )
-    return cross_entropy.correct(outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) < most:
+        raise InputError(f"eval.metrics: {name}: expected logits of at least {most} classes, found {classes}; leave it out")
+    return cross_entropy.correct(outputs, labels, most)
+
+
+_MOST: dict[str, Any] = {"accuracy": _accuracy, "top5": partial(_accuracy, name="top5", most=5)}
+"""The metrics that need no code of the user's own."""
 
 
 def _instead(found: Any) -> str:

@@ -13,7 +13,7 @@ import grain
 from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import masked, own_data, splits, windows
+from train.data import image_folders, images, masked, own_data, splits, windows
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
 
@@ -64,6 +64,10 @@ def load(config: Config) -> Data:
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
         amount = f"{count(len(validation), 'batch', 'es')} for validation"
         return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
+    if config.data.format == "images":
+        split = image_folders.read(config)
+        _check_images(config, split)
+        return _of_images(config, split)
     _check_objective(config)
     found = splits.read(config)
     _check_vocabulary(config, found)
@@ -89,6 +93,8 @@ def held_out(config: Config, path: str | None = None) -> Data:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
         return load(config)
+    if config.data.format == "images":
+        return _of_images(config, image_folders.read(config) if path is None else image_folders.read_whole(config, path))
     _check_objective(config)
     found = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
@@ -101,8 +107,18 @@ def held_out(config: Config, path: str | None = None) -> Data:
     return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
 
 
+def unread(config: Config) -> Data:
+    """As `load`, for what needs no more than the shapes of a batch: where the config says them, nothing is read."""
+    if config.data.target is not None or config.data.format != "images":
+        return load(config)
+    whole = BatchesOfRows([], config.train.batch_size, images.row_spec(config.image_size))
+    return Data([whole[0]], [whole[0]], f"'{config.data.path}'", "not read", lambda: "")
+
+
 def portion(config: Config) -> tuple[int, str]:
-    """How much a step sees, and of what: tokens of a text, samples of other data."""
+    """How much a step sees, and of what: tokens of a text, images, samples of other data."""
+    if config.data.target is None and config.data.format == "images":
+        return config.train.batch_size, "images"
     if config.data.target is None:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
@@ -114,9 +130,34 @@ def loss_unit(config: Config) -> str:
         return ""
     if config.data.target is not None:
         return " nats per label"
+    if config.data.format == "images":
+        return " nats per image"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
     return " nats per byte" if config.data.format == "bytes" else " nats per token"
+
+
+def _of_images(config: Config, split: image_folders.Split) -> Data:
+    """Batches of images: random crops to learn from, the middle of each to validate on."""
+    data, size = config.data, config.image_size
+    crops = images.Crops(size, data.smallest_crop, data.flip), images.Crops(size, None)
+    parts = split.train, split.validation
+    rows = [images.Rows(part.file, part.labels, crops[i], _seed(config, i), epochs=i == 0) for i, part in enumerate(parts)]
+    train, validation = (BatchesOfRows(part, config.train.batch_size, images.row_spec(size)) for part in rows)
+    classes = count(len(split.train.classes), "class", "es")
+    amount = f"{len(split.train):,} images for training, {len(split.validation):,} for validation, of {classes}"
+    return Data(train, validation, split.source, amount, split.digest, split.remarks)
+
+
+def _check_images(config: Config, split: image_folders.Split) -> None:
+    """Refuse less than one batch of either part."""
+    need, have = config.train.batch_size, (len(split.train), len(split.validation))
+    if min(have) < need:
+        more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
+        raise InputError(
+            f"data.path: expected at least {need} images for training and {need} for validation (train.batch_size), found {have[0]} and "
+            f"{have[1]} in {split.source}; give more images{more}, or lower train.batch_size"
+        )
 
 
 def _check_objective(config: Config) -> None:
