@@ -36,7 +36,8 @@ def build(
         jpipe.InputError: something in the config does not fit.
     """
     with named_as_in_the_config(config.plan.file):
-        stack, loss = model.layers(config.model, config.precision.computes, config.logits_chunk), model.loss(config.loss)
+        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
+        loss = model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)

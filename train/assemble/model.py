@@ -19,11 +19,12 @@ from train.models import cross_entropy
 from train.models import layers as built_in
 
 
-def layers(config: ModelConfig, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
+def layers(config: ModelConfig, batch_size: int, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
     """The built-in model, or what `model.target` returns.
 
     Args:
         config: which model.
+        batch_size: rows of a batch.
         computes: the dtype in which the built-in model's layers compute, if it is another than `compute_dtype`.
         chunk: of how many positions the built-in loss makes the logits at a time; None: the model makes all of them.
 
@@ -32,6 +33,9 @@ def layers(config: ModelConfig, computes: str | None = None, chunk: int | None =
     """
     if config.target is None:
         return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
+    if config.is_built_in:
+        found: jpipe.LayerStack = config.built_in[config.target].load()(config.parsed, batch_size)
+        return found
     stack = entry_point.call(config.target, "model.target", config.arguments)
     if not isinstance(stack, jpipe.LayerStack):
         raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_instead(stack)}")
@@ -46,6 +50,8 @@ def loss(config: LossConfig) -> Any:
     """
     if config.target is None:
         return cross_entropy.loss
+    if config.is_built_in:
+        return partial(config.built_in[config.target].load(), arguments=config.parsed)
     function = entry_point.load(config.target, "loss.target")
     filled = dict.fromkeys(list(parameters_of(function))[:2], "is given by jpipe")
     with entry_point.placed("loss.arguments"):

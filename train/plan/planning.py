@@ -96,7 +96,8 @@ class Parts:
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
         """Read from a config; the data is looked at for its shapes."""
-        stack, loss = model.layers(config.model, config.precision.computes, config.logits_chunk), model.loss(config.loss)
+        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
+        loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.load(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
