@@ -286,7 +286,7 @@ def generate(
 
 
 data = tyro.extras.SubcommandApp()
-app.command(data, name="data", help="Make a tokenizer, and write text as files of tokens, to train on.")
+app.command(data, name="data", help="Make a tokenizer, write text as files of tokens, or make a small data set, to train on.")
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
@@ -370,6 +370,31 @@ def make_tokenizer(
     files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
     try:
         preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
+    except InputError as error:
+        return fail(str(error), 2)
+    return 0
+
+
+@data.command
+def make(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
+) -> int:
+    """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
+
+    Args:
+        name: images: simple shapes, a folder of PNG files per class.
+        out: The folder, a new one; by default samples/NAME.
+        seed: Of what is drawn.
+    """
+    with interrupt.held():
+        from jpipe import InputError
+        from train.data import make as making
+    interrupt.check()
+
+    try:
+        making.make(name, out, seed, lambda line: print(printable(line)))
     except InputError as error:
         return fail(str(error), 2)
     return 0
