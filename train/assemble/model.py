@@ -66,7 +66,8 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
-    return {name: _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) if ":" in metric else _accuracy for name, metric in named}
+    known = {"accuracy": _accuracy, "cross_entropy": _cross_entropy}
+    return {name: known.get(metric) or _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,25 @@ class _OfLogits:
 
 def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     """How many of the labels have the largest logit, and how many there are."""
+    _check_classes("accuracy", outputs, labels)
+    return cross_entropy.correct(outputs, labels)
+
+
+def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """The summed nats of the labels, and how many there are: what a perplexity is of, whatever the loss is."""
+    _check_classes("cross_entropy", outputs, labels)
+    return cross_entropy.loss(outputs, labels)
+
+
+def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
+    """Refuse what are no logits and labels."""
     logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
     shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(
-            f"eval.metrics: accuracy: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"eval.metrics: {metric}: expected logits of classes and integer labels, found outputs {list(shape)} and "
             f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
         )
-    return cross_entropy.correct(outputs, labels)
 
 
 def _instead(found: Any) -> str:

@@ -17,6 +17,7 @@ from train.data import masked, own_data, splits, windows
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
 
+_READERS = {"translation": "gnmt", "words": "awd_lm", "captions": "s2vt"}  # built-in data, and the built-in model that it is for
 Rows = windows.Windows | windows.Examples | masked.Masked
 
 
@@ -42,6 +43,7 @@ class Data:
         amount: how much that is, in words.
         digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
         remarks: what was left out, in words.
+        vocab_size: numbers that tokens may have, where built-in data tells; otherwise they are looked at when they are read.
     """
 
     train: Batches
@@ -50,6 +52,7 @@ class Data:
     amount: str
     digest: Callable[[], str]
     remarks: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 def load(config: Config) -> Data:
@@ -59,6 +62,9 @@ def load(config: Config) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
             tokens do not fit the model.
     """
+    _check_readers(config)
+    if config.data.is_built_in:
+        return _built_in(config)
     if config.data.target is not None:
         sizes = config.seed, config.train.batch_size, config.train.steps
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
@@ -99,6 +105,33 @@ def held_out(config: Config, path: str | None = None) -> Data:
     _check_some(config, found, rows)
     batches = _batches(config, rows, 1, apart=apart)
     return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
+
+
+def _check_readers(config: Config) -> None:
+    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
+    data, model = config.data.target, config.model.target
+    reads = next((name for name, reader in _READERS.items() if reader == model), None)
+    if model is not None and reads is not None and (data is None or (config.data.is_built_in and data != reads)):
+        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
+    if data in _READERS and model is None:
+        raise InputError(f"model.target: expected {_READERS[data]}, which reads data.target {data}, found none; change one of them")
+
+
+def _built_in(config: Config) -> Data:
+    """What a loader by name reads, whose words the model has a place for.
+
+    Raises:
+        InputError: as `load`.
+    """
+    name = str(config.data.target)
+    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
+    need = found.vocab_size
+    if config.model.is_built_in and need is not None and need > (have := config.model.parsed.vocab_size):
+        raise InputError(
+            f"model.arguments.vocab_size: expected at least {need}, for the words of {found.source}, found {have}; raise it, or keep fewer "
+            "words"
+        )
+    return found
 
 
 def portion(config: Config) -> tuple[int, str]:

@@ -106,7 +106,9 @@ class Head(linen.Module):
     def __call__(self, stream: Stream) -> Float[Array, "b s v"]:
         x = stream["x"]
         name, shape = ("embedding", (self.vocab_size, x.shape[-1])) if self.tied else ("kernel", (x.shape[-1], self.vocab_size))
-        weights = self.param(name, linen.initializers.zeros if self.tied else uniform(0.1), shape)  # shared ones begin as in the other layer
+        weights = self.param(
+            name, linen.initializers.zeros if self.tied else uniform(0.1), shape
+        )  # shared ones begin as in the other layer
         bias = self.param("bias", linen.initializers.zeros, (self.vocab_size,))
         return x @ (weights.T if self.tied else weights) + bias[None, None]
 
