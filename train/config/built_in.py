@@ -9,7 +9,7 @@ from train.config.section import BuiltIn
 MODELS: Mapping[str, BuiltIn] = MappingProxyType(
     {
         "gnmt": BuiltIn(sequence_config.Gnmt, "train.models.gnmt:layers"),
-        "awd_lm": BuiltIn(sequence_config.AwdLm, "train.models.awd_lm:layers"),
+        "awd_lm": BuiltIn(sequence_config.AwdLm, "train.models.awd_lm:layers", carries=True),
         "s2vt": BuiltIn(sequence_config.S2vt, "train.models.s2vt:layers"),
     }
 )

@@ -57,10 +57,12 @@ class BuiltIn:
     Attributes:
         arguments: which it has, and what they may be.
         function: that makes it, as `module:function`: text, because this room knows no models.
+        carries: of a model, whether its layers carry a state of each row from batch to batch, so that there must be one replica only.
     """
 
     arguments: type[Section]
     function: str
+    carries: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function, imported."""
@@ -106,6 +108,11 @@ class OwnCode(Section):
     def is_built_in(self) -> bool:
         """Whether the target is one of `built_in`."""
         return self.target in self.built_in
+
+    @property
+    def carries(self) -> bool:
+        """Whether the target is built in and carries a state of each row from batch to batch."""
+        return self.is_built_in and self.built_in[str(self.target)].carries
 
     @property
     def parsed(self) -> Any:
