@@ -1,7 +1,9 @@
-"""The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `data …`, `configs`."""
+"""The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `translate`,
+`data …`, `configs`."""
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -283,6 +285,41 @@ def generate(
     return command.run(
         generating.Request(source, prompt, tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json)
     )
+
+
+@app.command
+def translate(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    source: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    reference: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    weights: Literal["newest", "ema"] = "newest",
+) -> int:
+    """Translate sentences with a GNMT that was trained, and find BLEU; translations go to standard output.
+
+    Args:
+        run: The folder of the run, such as runs/0001.
+        source: A file with a sentence to a line; by default those that the run is validated on.
+        reference: A file with their translations, for BLEU; by default those that the run is validated on, without a source.
+        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+    """
+    with interrupt.held():
+        from jpipe import InputError
+        from train.generate import translate as translating
+    interrupt.check()
+
+    def say(line: str) -> None:
+        print(f"jpipe: {printable(line)}", file=sys.stderr, flush=True)
+
+    def write(line: str) -> None:
+        print(printable(line.removesuffix("\n")), flush=True)
+
+    try:
+        translating.main(translating.Request(run, source, reference, step, weights), write, say)
+    except InputError as error:
+        return fail(str(error), 2)
+    return 0
 
 
 data = tyro.extras.SubcommandApp()

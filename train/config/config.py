@@ -3,6 +3,7 @@
 import re
 import reprlib
 import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -11,17 +12,17 @@ import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
-from train.config import entry_point, optax_names
+from train.config import built_in, entry_point, optax_names
 from train.config.data_config import DataConfig as DataConfig
 from train.config.model_config import ModelConfig as ModelConfig
 from train.config.section import AUTO as AUTO
-from train.config.section import MOST_ROWS, Arguments, Count, FilePath, OwnCode, Section
+from train.config.section import MOST_ROWS, Arguments, BuiltIn, Count, FilePath, OwnCode, Section
 
 MOST_MICROBATCHES = 1024
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
 LOGS = ("tensorboard", "wandb")
-METRICS = ("accuracy", "top5")  # that need no code of the user's own
+METRICS = ("accuracy", "top5", "cross_entropy")  # that need no code of the user's own
 
 
 class RunConfig(Section):
@@ -56,7 +57,8 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `top5` or a `module:function`.
+    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `top5`, `cross_entropy` (of a loss that is another
+    one) or a `module:function`.
 
     Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
     """
@@ -120,12 +122,14 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight).
+    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or `target(outputs, labels, **arguments)`, which returns (sum of
+    the losses, weight).
 
     The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
     at once; "auto": all at once where there are few symbols.
     """
 
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
@@ -317,7 +321,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _all_bytes_are_symbols(self) -> "Config":
-        if self.model.family is None and self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
+        if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
         return self
 
@@ -326,8 +330,6 @@ class Config(Section):
         own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
         if own is not None and self.loss.chunk not in ("auto", None):
             raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
-        if self.model.vision is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError("loss.chunk would mean nothing beside model.vision: it is for the logits of many positions; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -336,37 +338,10 @@ class Config(Section):
             raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _images_are_for_a_model_of_images(self) -> "Config":
-        vision, data = self.model.vision, self.data
-        if data.target is not None:
-            return self
-        if self.model.target is None and (vision is None) == (data.format == "images"):
-            if vision is None:
-                raise ValueError("data.format images needs a model of images; set model.vision, or model.target to one of your own")
-            raise ValueError(f"model.vision needs data.format images, found {data.format}; set data.format and data.path")
-        if data.format != "images":
-            return self
-        if vision is None and data.image_size is None:
-            raise ValueError("data.image_size is missing, which data.format images needs beside model.target; give the pixels per side")
-        if vision is not None and data.image_size not in (None, vision.image_size_used):
-            raise ValueError(
-                f"data.image_size {data.image_size} is not that of model.vision, {vision.image_size_used}; leave it out, or change "
-                "model.vision.image_size"
-            )
-        return self
-
-    @property
-    def image_size(self) -> int:
-        """Pixels per side of the images of `data.format` images."""
-        size = self.model.vision.image_size_used if self.model.vision is not None else self.data.image_size
-        assert size is not None
-        return size
-
     @property
     def logits_chunk(self) -> int | None:
         """Of how many positions the built-in loss makes the logits of a built-in model at a time; None: the model makes all of them."""
-        return None if self.model.target is not None or self.model.vision is not None else self.loss.chunk_for(self.model.vocab_size)
+        return None if self.model.target is not None else self.loss.chunk_for(self.model.vocab_size)
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -381,7 +356,7 @@ class Config(Section):
     @property
     def code(self) -> dict[str, str]:
         """The functions of the user's own that this run calls, by the key that names them."""
-        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
         own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
         return {key: target for key, target in named.items() if target} | own | metrics

@@ -1,43 +1,37 @@
 """The keys of the section `data`: what is read, and how it is made to batches."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from train.config.section import AUTO, FilePath, Fraction, OwnCode
-from train.config.vision_config import Pixels
+from train.config import built_in
+from train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
     "tokenizer": ("text", "prompts"),
     "end_of_text": ("text", "prompts"),
-    "validation_fraction": ("bytes", "text", "prompts", "images"),
+    "validation_fraction": ("bytes", "text", "prompts"),
     "boundaries": ("bytes", "text", "tokens"),
     "objective": ("text", "tokens"),
     "too_long": ("tokens", "prompts"),
     "prompt_key": ("prompts",),
     "answer_key": ("prompts",),
-    "image_size": ("images",),
-    "smallest_crop": ("images",),
-    "flip": ("images",),
-    "skip_broken": ("images",),
-}
-_NEEDED_PATHS = {
-    "tokens": "a folder that jpipe data prepare wrote",
-    "prompts": "JSON lines with prompts and answers",
-    "images": "a folder that holds a folder of images for each class (see jpipe data make)",
 }
 
 
 class DataConfig(OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
-    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote), prompts (JSON lines with a prompt
-    and an answer) or images (a folder with a folder for each class). With a `target` it is what
-    `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.data.own_data`.
+    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
+    and an answer). With a `target` it is one of `built_in.DATA`, or what `target(seed, batch_size, **arguments)` returns: (train,
+    validation), see `train.data.own_data`.
     """
 
-    format: Literal["bytes", "text", "tokens", "prompts", "images"] = "bytes"
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
+
+    format: Literal["bytes", "text", "tokens", "prompts"] = "bytes"
     path: FilePath | None = None
     validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
@@ -49,10 +43,6 @@ class DataConfig(OwnCode):
     prompt_key: _Word = "prompt"
     answer_key: _Word = "answer"
     too_long: Literal["refuse", "cut"] = "refuse"
-    image_size: Pixels | None = None
-    smallest_crop: Annotated[float, Field(gt=0, le=1)] = 0.08
-    flip: bool = True
-    skip_broken: bool = False
 
     @property
     def reads_bytes(self) -> bool:
@@ -66,8 +56,9 @@ class DataConfig(OwnCode):
         for key, formats in _ONLY_WITH.items():
             if self._is_changed(key) and self.format not in formats:
                 raise ValueError(f"{key} would mean nothing with format {self.format}: it is for {' and '.join(formats)}; leave it out")
-        if self.path is None and self.format in _NEEDED_PATHS:
-            raise ValueError(f"path is missing, which format {self.format} needs; name {_NEEDED_PATHS[self.format]}")
+        if self.path is None and self.format in ("tokens", "prompts"):
+            what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
+            raise ValueError(f"path is missing, which format {self.format} needs; name {what}")
         if self.tokenizer is None and self.format in ("text", "prompts"):
             raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")
         return self

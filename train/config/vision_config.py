@@ -1,49 +1,115 @@
-"""The keys of `model.vision`: the built-in models of images."""
+"""The arguments of the built-in models of images and of image folders: what `model.arguments` and `data.arguments` may hold."""
 
-from types import MappingProxyType
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from train.config.section import Section
+from train.config.section import FilePath, Fraction, Section
 
-LARGEST_IMAGE = 4096
-Pixels = Annotated[int, Field(ge=1, le=LARGEST_IMAGE)]
-
-USUAL_SIZES = MappingProxyType({"alexnet": 224, "vgg16": 224, "resnet50": 224, "inception_v3": 299})
-"""Pixels per side of the images of each kind as published."""
-
-SMALLEST_SIZES = MappingProxyType({"alexnet": 63, "vgg16": 32, "resnet50": 32, "inception_v3": 75})
-"""Pixels per side that leave one before the last layers."""
-
-_DROPOUT = {"alexnet": 0.5, "vgg16": 0.5, "inception_v3": 0.5}
+_LARGEST = 4096
 
 
-class VisionConfig(Section):
-    """A model that sorts images of `image_size` × `image_size` pixels into `classes`; its layers have `width` times as many channels as
-    published. See `train.models.vision`.
+def _pixels(size: int, least: int) -> int:
+    if not least <= size <= _LARGEST:
+        raise ValueError(f"expected {least} to {_LARGEST} pixels per side")
+    return size
+
+
+def _at_least(least: int) -> AfterValidator:
+    return AfterValidator(partial(_pixels, least=least))
+
+
+_Classes = Annotated[int, Field(ge=2, le=10**6)]
+_Width = Annotated[float, Field(gt=0, le=16)]
+_Dropped = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Alexnet(Section):
+    """`model.target: alexnet`: the model of Krizhevsky 2014.
+
+    Attributes:
+        image_size: pixels per side; as few leave one before the first dense layer.
+        classes: that images are of.
+        width: of layers, in channels relative to the published ones.
+        dropout: of what the first two dense layers give.
     """
 
-    kind: Literal["alexnet", "vgg16", "resnet50", "inception_v3"]
-    image_size: Pixels | None = None
-    classes: Annotated[int, Field(ge=2, le=10**6)] = 1000
-    width: Annotated[float, Field(gt=0, le=16)] = 1.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    image_size: Annotated[int, _at_least(63)] = 224
+    classes: _Classes = 1000
+    width: _Width = 1.0
+    dropout: _Dropped = 0.5
 
-    @property
-    def image_size_used(self) -> int:
-        """Pixels per side: as many as published where it is not said."""
-        return USUAL_SIZES[self.kind] if self.image_size is None else self.image_size
 
-    @property
-    def dropout_used(self) -> float:
-        """Share of units dropped before the last layers: as published where it is not said."""
-        return _DROPOUT.get(self.kind, 0.0) if self.dropout is None else self.dropout
+class Vgg16(Section):
+    """`model.target: vgg16`: the model of Simonyan and Zisserman 2014.
+
+    Attributes:
+        image_size: as of `Alexnet`, and so are the others.
+        classes: likewise.
+        width: likewise.
+        dropout: likewise.
+    """
+
+    image_size: Annotated[int, _at_least(32)] = 224
+    classes: _Classes = 1000
+    width: _Width = 1.0
+    dropout: _Dropped = 0.5
+
+
+class Resnet50(Section):
+    """`model.target: resnet50`: the model of He et al. 2015.
+
+    Attributes:
+        image_size: as of `Alexnet`, and so are the others.
+        classes: likewise.
+        width: likewise.
+    """
+
+    image_size: Annotated[int, _at_least(32)] = 224
+    classes: _Classes = 1000
+    width: _Width = 1.0
+
+
+class InceptionV3(Section):
+    """`model.target: inception_v3`: the model of Szegedy et al. 2015.
+
+    Attributes:
+        image_size: as of `Alexnet`, and so are the others.
+        classes: likewise.
+        width: likewise.
+        dropout: before the last layer.
+    """
+
+    image_size: Annotated[int, _at_least(75)] = 299
+    classes: _Classes = 1000
+    width: _Width = 1.0
+    dropout: _Dropped = 0.5
+
+
+class ImagesData(Section):
+    """`data.target: images`: a folder that holds a folder of images for each class.
+
+    Attributes:
+        folder: that folder.
+        validation_folder: the same for validation, in place of a share of `folder`.
+        validation_fraction: that share, of the files.
+        image_size: pixels per side of what the model gets.
+        smallest_crop: share of an image that a random crop has at least.
+        flip: whether half of the crops are mirrored.
+        skip_broken: whether images that cannot be decoded are looked for at the start, and left out.
+    """
+
+    folder: FilePath
+    validation_folder: FilePath | None = None
+    validation_fraction: Fraction = 0.05
+    image_size: Annotated[int, _at_least(1)] = 224
+    smallest_crop: Annotated[float, Field(gt=0, le=1)] = 0.08
+    flip: bool = True
+    skip_broken: bool = False
 
     @model_validator(mode="after")
-    def _fits_the_kind(self) -> "VisionConfig":
-        if self.image_size_used < (smallest := SMALLEST_SIZES[self.kind]):
-            raise ValueError(f"kind {self.kind} needs an image_size of at least {smallest}, found {self.image_size}; raise it")
-        if self.dropout and self.kind not in _DROPOUT:
-            raise ValueError(f"kind {self.kind} has no dropout, found {self.dropout:g}; leave it out")
+    def _validation_is_said_once(self) -> "ImagesData":
+        if self.validation_folder is not None and "validation_fraction" in self.model_fields_set:
+            raise ValueError("validation_fraction would mean nothing beside validation_folder; leave one of them out")
         return self

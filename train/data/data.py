@@ -13,10 +13,16 @@ import grain
 from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import image_folders, images, masked, own_data, splits, windows
+from train.data import image_rows, masked, own_data, splits, windows
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
 
+_READERS = {  # built-in data, and the built-in models that it is for
+    "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),
+    "translation": ("gnmt",),
+    "words": ("awd_lm",),
+    "captions": ("s2vt",),
+}
 Rows = windows.Windows | windows.Examples | masked.Masked
 
 
@@ -42,6 +48,7 @@ class Data:
         amount: how much that is, in words.
         digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
         remarks: what was left out, in words.
+        vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
     """
 
     train: Batches
@@ -50,6 +57,7 @@ class Data:
     amount: str
     digest: Callable[[], str]
     remarks: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 def load(config: Config) -> Data:
@@ -59,15 +67,14 @@ def load(config: Config) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
             tokens do not fit the model.
     """
+    _check_readers(config)
+    if config.data.is_built_in:
+        return _built_in(config)
     if config.data.target is not None:
         sizes = config.seed, config.train.batch_size, config.train.steps
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
         amount = f"{count(len(validation), 'batch', 'es')} for validation"
         return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
-    if config.data.format == "images":
-        split = image_folders.read(config)
-        _check_images(config, split)
-        return _of_images(config, split)
     _check_objective(config)
     found = splits.read(config)
     _check_vocabulary(config, found)
@@ -93,8 +100,6 @@ def held_out(config: Config, path: str | None = None) -> Data:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
         return load(config)
-    if config.data.format == "images":
-        return _of_images(config, image_folders.read(config) if path is None else image_folders.read_whole(config, path))
     _check_objective(config)
     found = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
@@ -107,18 +112,54 @@ def held_out(config: Config, path: str | None = None) -> Data:
     return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
 
 
+def _check_readers(config: Config) -> None:
+    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
+    data, model = config.data.target, config.model.target
+    reads = next((name for name, readers in _READERS.items() if model in readers), None)
+    if reads is not None and (data is None or (config.data.is_built_in and data != reads)):
+        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
+    if data in _READERS and model is None:
+        readers = " or ".join(_READERS[data])
+        raise InputError(f"model.target: expected {readers}, which reads data.target {data}, found none; change one of them")
+    if data == "images" and config.model.is_built_in:
+        need, have = config.model.parsed.image_size, config.data.parsed.image_size
+        if need != have:
+            raise InputError(f"data.arguments.image_size: expected {need}, model.arguments.image_size, found {have}; change one of them")
+
+
+def _built_in(config: Config) -> Data:
+    """What a loader by name reads, whose words or classes the model has a place for.
+
+    Raises:
+        InputError: as `load`.
+    """
+    name = str(config.data.target)
+    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
+    key, what = ("classes", "classes") if name == "images" else ("vocab_size", "words")
+    need = found.vocab_size
+    if config.model.is_built_in and need is not None and need > (have := getattr(config.model.parsed, key)):
+        raise InputError(
+            f"model.arguments.{key}: expected at least {need}, for the {what} of {found.source}, found {have}; raise it, or keep fewer "
+            f"{what}"
+        )
+    return found
+
+
 def unread(config: Config) -> Data:
-    """As `load`, for what needs no more than the shapes of a batch: where the config says them, nothing is read."""
-    if config.data.target is not None or config.data.format != "images":
+    """As `load`, for what needs no more than the shapes of a batch: of images nothing is read.
+
+    Raises:
+        InputError: as `load`.
+    """
+    if config.data.target != "images":
         return load(config)
-    whole = BatchesOfRows([], config.train.batch_size, images.row_spec(config.image_size))
-    return Data([whole[0]], [whole[0]], f"'{config.data.path}'", "not read", lambda: "")
+    _check_readers(config)
+    nothing = BatchesOfRows([], config.train.batch_size, image_rows.row_spec(config.data.parsed.image_size))
+    return Data([nothing[0]], [nothing[0]], str(config.data.parsed.folder), "not read", lambda: "")
 
 
 def portion(config: Config) -> tuple[int, str]:
-    """How much a step sees, and of what: tokens of a text, images, samples of other data."""
-    if config.data.target is None and config.data.format == "images":
-        return config.train.batch_size, "images"
+    """How much a step sees, and of what: tokens of a text, samples of other data."""
     if config.data.target is None:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
@@ -130,34 +171,9 @@ def loss_unit(config: Config) -> str:
         return ""
     if config.data.target is not None:
         return " nats per label"
-    if config.data.format == "images":
-        return " nats per image"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
     return " nats per byte" if config.data.format == "bytes" else " nats per token"
-
-
-def _of_images(config: Config, split: image_folders.Split) -> Data:
-    """Batches of images: random crops to learn from, the middle of each to validate on."""
-    data, size = config.data, config.image_size
-    crops = images.Crops(size, data.smallest_crop, data.flip), images.Crops(size, None)
-    parts = split.train, split.validation
-    rows = [images.Rows(part.file, part.labels, crops[i], _seed(config, i), epochs=i == 0) for i, part in enumerate(parts)]
-    train, validation = (BatchesOfRows(part, config.train.batch_size, images.row_spec(size)) for part in rows)
-    classes = count(len(split.train.classes), "class", "es")
-    amount = f"{len(split.train):,} images for training, {len(split.validation):,} for validation, of {classes}"
-    return Data(train, validation, split.source, amount, split.digest, split.remarks)
-
-
-def _check_images(config: Config, split: image_folders.Split) -> None:
-    """Refuse less than one batch of either part."""
-    need, have = config.train.batch_size, (len(split.train), len(split.validation))
-    if min(have) < need:
-        more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
-        raise InputError(
-            f"data.path: expected at least {need} images for training and {need} for validation (train.batch_size), found {have[0]} and "
-            f"{have[1]} in {split.source}; give more images{more}, or lower train.batch_size"
-        )
 
 
 def _check_objective(config: Config) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from jpipe import InputError
-from train.config.config import Config
+from train.config.vision_config import ImagesData
 from train.console import interrupt
 from train.console.terminal import count
-from train.data import images, sources
+from train.data import sources
+from train.data.image_rows import FOLDER, reason_not_to_decode
 from train.data.rows import THREADS
 
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -54,7 +55,7 @@ class Images:
     def digest(self) -> str:
         """Of all names, and of the bytes of some files."""
         found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
-        with sources.readable():
+        with sources.readable(FOLDER):
             for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
                 found.update(self.file(number).read_bytes())
         return found.hexdigest()
@@ -81,42 +82,24 @@ class Split:
         return self.train.digest() + self.validation.digest()
 
 
-def read(config: Config) -> Split:
-    """The images that `config.data` names. With `skip_broken` all of them are decoded once, to leave out those that do not decode.
+def read(arguments: ImagesData) -> Split:
+    """The images of a folder. With `skip_broken` all of them are decoded once, to leave out those that do not decode.
 
     Raises:
-        InputError: a folder is missing, holds no or one class, or a class without an image; there are more classes than the model has; a
-            class is only in the folder for validation.
+        InputError: a folder is missing, holds no or one class, or a class without an image; a class is only in the folder for validation.
     """
-    data = config.data
-    found, remarks = find(str(data.path), "data.path")
-    _check_classes(config, found)
-    if data.validation_path is not None:
-        held_out, more = find(data.validation_path, "data.validation_path", found.classes)
+    found, remarks = find(arguments.folder, FOLDER)
+    if arguments.validation_folder is not None:
+        held_out, more = find(arguments.validation_folder, "data.arguments.validation_folder", found.classes)
         parts, remarks = [found, held_out], [*remarks, *more]
     else:
-        names = sources.validation_names(found.names, data.validation_fraction)
+        names = sources.validation_names(found.names, arguments.validation_fraction)
         apart = [[i for i, name in enumerate(found.names) if (name in names) == is_held_out] for is_held_out in (False, True)]
         parts = [found.some(numbers) for numbers in apart]
-    if data.skip_broken:
+    if arguments.skip_broken:
         parts, more = _without_broken(parts)
         remarks += more
-    return Split(parts[0], parts[1], f"'{data.path}'", tuple(remarks))
-
-
-def read_whole(config: Config, path: str) -> Split:
-    """All images at `path`, as both parts; their classes are numbered as in the folder that the run learns from.
-
-    Raises:
-        InputError: as `read`.
-    """
-    known, _ = find(str(config.data.path), "data.path")
-    found, remarks = find(path, "data.path", known.classes)
-    _check_classes(config, known)
-    if config.data.skip_broken:
-        (found,), more = _without_broken([found])
-        remarks += more
-    return Split(found, found, f"'{path}'", tuple(remarks))
+    return Split(parts[0], parts[1], f"'{arguments.folder}'", tuple(remarks))
 
 
 def find(path: str, where: str, classes: tuple[str, ...] | None = None) -> tuple[Images, list[str]]:
@@ -162,8 +145,8 @@ def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple
         raise InputError(f"{where}: expected at least two classes in '{path}', found one folder, '{there[0]}'; {_SHAPE}")
     if classes is not None and (unknown := sorted(set(there) - set(classes))):
         raise InputError(
-            f"{where}: expected only classes that data.path has ({count(len(classes), 'class', 'es')}), found {len(unknown)} others in "
-            f"'{path}', the first is '{unknown[0]}'; remove them, or add them there"
+            f"{where}: expected classes that {FOLDER} has, too, found {len(unknown)} others in '{path}', the first is '{unknown[0]}'; "
+            "remove them, or add them there"
         )
 
 
@@ -179,22 +162,12 @@ def _files(root: Path, name: str) -> tuple[list[str], list[str]]:
     return found
 
 
-def _check_classes(config: Config, found: Images) -> None:
-    """Refuse more classes than the built-in model has."""
-    vision = config.model.vision
-    if vision is not None and len(found.classes) > vision.classes:
-        raise InputError(
-            f"model.vision.classes: expected at least {len(found.classes)}, the folders in '{config.data.path}', found {vision.classes}; "
-            f"set model.vision.classes to {len(found.classes)}"
-        )
-
-
 def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
     """The images that decode, and a line that counts and names those that do not."""
     whole: list[Images] = []
     broken: list[str] = []
     for part in parts:
-        reasons = list(THREADS.map(images.reason_not_to_decode, map(part.file, range(len(part)))))
+        reasons = list(THREADS.map(reason_not_to_decode, map(part.file, range(len(part)))))
         broken += [f"'{part.file(i)}' ({reason})" for i, reason in enumerate(reasons) if reason]
         whole.append(part.some([i for i, reason in enumerate(reasons) if not reason]))
     if not broken:

@@ -7,12 +7,19 @@ from types import MappingProxyType
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe.files import new_folder, unused
-from train.data import sample_images
+from train.data import sample_images, sample_sentences
 
 Maker = Callable[[Path, int], str]
 """Writes a data set into an empty folder. It is a pure function of the seed, from 0 to 2**32 - 1. It returns in words what it made."""
 
-SAMPLES: Mapping[str, Maker] = MappingProxyType({"images": sample_images.make})
+SAMPLES: Mapping[str, Maker] = MappingProxyType(
+    {
+        "images": sample_images.make,
+        "translation": sample_sentences.make_translation,
+        "words": sample_sentences.make_words,
+        "captions": sample_sentences.make_captions,
+    }
+)
 """By name. Each is read by the same loader as real data."""
 
 FOLDER = "samples"

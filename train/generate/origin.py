@@ -112,8 +112,6 @@ def _of_run(
             f"generate: expected a model of jpipe's own, found '{config.model.target}' (model.target), of which it is not known how to go "
             "on from one token to the next; write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
-    if config.model.vision is not None:
-        raise InputError(f"generate: expected a model of text, found one of images in '{source}' (model.vision); give the run of a GPT")
     _check_decodes(config.model, source)
     if step is not None:  # or else it is verified already
         checkpoint_files.verify(folder, chosen)

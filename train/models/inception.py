@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from train.config.vision_config import VisionConfig
+import jpipe
+from train.config.vision_config import InceptionV3
 from train.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool
 
 Step = Conv | Callable[[Any], Any] | tuple[Conv, Conv]
@@ -93,15 +94,15 @@ class Mixed(nnx.Module):
         return jnp.concatenate([branch(x) for branch in self.branches], axis=-1)
 
 
-def layers(config: VisionConfig) -> dict[str, Any]:
-    """The layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors."""
+def layers(arguments: InceptionV3, batch_size: int) -> jpipe.LayerStack:
+    """The layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors; see `train.models.vgg.alexnet`."""
     found: dict[str, Any] = {}
     inputs = 3
     for layer_id, published in LAYERS.items():
-        branches = tuple(tuple(_scaled(step, config.width) for step in branch) for branch in published)
+        branches = tuple(tuple(_scaled(step, arguments.width) for step in branch) for branch in published)
         found[layer_id] = partial(Mixed, inputs, branches)
         inputs = sum(_outputs(branch, inputs) for branch in branches)
-    return {**found, "fc": partial(Classifier, inputs, config.classes, config.dropout_used)}
+    return jpipe.LayerStack({**found, "fc": partial(Classifier, inputs, arguments.classes, arguments.dropout)})
 
 
 def _branch(inputs: int, branch: Branch, rngs: nnx.Rngs) -> nnx.Sequential:

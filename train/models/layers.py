@@ -4,7 +4,7 @@ from functools import partial
 
 import jpipe
 from train.config.model_config import ModelConfig
-from train.models import bert, transformer, vision
+from train.models import bert, transformer
 
 
 def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
@@ -12,15 +12,13 @@ def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
 
     Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
     padding, positions begin anew with each, and none attends to another. BERT also takes {"types": 0 or 1 for each token}. Outputs are
-    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}. For the models of images see `train.models.vision.layers`.
+    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}.
 
     Args:
         config: which model, one without a target.
         chunk: the logits are left to the loss, which makes them for so many positions at a time: outputs have an
             `train.models.cross_entropy.Unprojected` in their place.
     """
-    if config.vision is not None:
-        return vision.layers(config.vision)
     kind = bert if config.kind == "bert" else transformer
     block = partial(transformer.Block, config)  # one object, so that jpipe traces it once
     blocks = {f"block_{i}": block for i in range(config.depth)}

@@ -10,7 +10,8 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from train.config.vision_config import VisionConfig
+import jpipe
+from train.config.vision_config import Resnet50
 from train.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels
 
 BLOCKS = 3, 4, 6, 3
@@ -43,14 +44,14 @@ class Block(nnx.Module):
         return nnx.relu(self.expand(self.conv(self.reduce(x))) + shortcut)
 
 
-def layers(config: VisionConfig) -> dict[str, Any]:
-    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors."""
-    inputs = channels(64, config.width)
+def layers(arguments: Resnet50, batch_size: int) -> jpipe.LayerStack:
+    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors; see `train.models.vgg.alexnet`."""
+    inputs = channels(64, arguments.width)
     found: dict[str, Any] = {"conv1": partial(Stem, inputs)}
     for group, count in enumerate(BLOCKS):
-        inner, outputs = (channels(size * 2**group, config.width) for size in (64, 256))
+        inner, outputs = (channels(size * 2**group, arguments.width) for size in (64, 256))
         same = partial(Block, outputs, inner, outputs, 1)  # one object, so that jpipe traces it once
         first = partial(Block, inputs, inner, outputs, 1 if group == 0 else 2)
         found |= {f"block{group + 1}_{i + 1}": same if i else first for i in range(count)}
         inputs = outputs
-    return {**found, "fc": partial(Classifier, inputs, config.classes)}
+    return jpipe.LayerStack({**found, "fc": partial(Classifier, inputs, arguments.classes)})

@@ -54,6 +54,7 @@ class Request:
         devices: how many of "local"; None: all, on CPUs as many as there are cores.
         pipedream: how PipeDream's stages are found, see `planner.search.candidates.find_candidates`; None: "batch".
         all_devices: whether none may stay idle, as where each is a process of its own.
+        replicas: whether stages may have some; not those whose layers carry a state of each row from batch to batch.
     """
 
     topology: str = LOCAL
@@ -63,6 +64,7 @@ class Request:
     devices: int | None = None
     pipedream: Updates | None = None
     all_devices: bool = False
+    replicas: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Parts:
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
         """Read from a config; the data is looked at for its shapes."""
-        stack, loss = model.layers(config.model, config.precision.computes, config.logits_chunk), model.loss(config.loss)
+        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
+        loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.unread(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
@@ -227,6 +230,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm}
     variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
     found += list(variants.simulated)
+    if not request.replicas:
+        found = [candidate for candidate in found if max(candidate.replicas) == 1]
+        reporter.say("left out: replicas, because layers carry their state from batch to batch")
     if why_one_stage:
         found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
         if not found:

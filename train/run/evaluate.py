@@ -226,7 +226,7 @@ def _tell(config: Config, request: Request, found: Found, source: str, reporter:
     reporter.say(f"{request.run}, step {found.step}{which}; data: {source}, {found.rows:,}{of_all} rows")
     unit = data.loss_unit(config).strip()
     rows = {f"loss, {unit}" if unit else "loss": found.loss}
-    if unit.startswith("nats per") and config.model.vision is None:
+    if unit.startswith("nats per"):
         rows["perplexity"] = math.exp(found.loss) if found.loss < 700 else math.inf
     if unit == "nats per byte":
         rows["bits per byte"] = found.loss / math.log(2)

@@ -1,14 +1,13 @@
-"""The built-in models of images as layers of a pipeline: AlexNet, VGG-16, ResNet-50, Inception-v3.
+"""AlexNet and VGG-16 as layers of a pipeline: convolutions, then dense layers. Pooling belongs to the layer before it.
 
-Each is the variant of torchvision, with as many parameters. What branches is inside one layer; pooling belongs to the layer before it.
+Both are the variants of torchvision, with as many parameters: AlexNet is that of 2014, in one piece and without normalization.
 """
 
 from functools import partial
 from typing import Any
 
 import jpipe
-from train.config.vision_config import VisionConfig
-from train.models import inception, resnet
+from train.config.vision_config import Alexnet, Vgg16
 from train.models.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, channels
 
 Convolutions = tuple[tuple[str, Conv, MaxPool | None], ...]
@@ -21,7 +20,7 @@ ALEXNET: Convolutions = (
     ("conv4", Conv(256, (3, 3)), None),
     ("conv5", Conv(256, (3, 3)), MaxPool(3, 2)),
 )
-"""Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks": AlexNet in one piece, without normalization."""
+"""Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"."""
 
 VGG_16: Convolutions = tuple(
     (f"conv{block}_{i + 1}", Conv(outputs, (3, 3)), MaxPool(2, 2) if i == count - 1 else None)
@@ -31,31 +30,36 @@ VGG_16: Convolutions = tuple(
 """Simonyan and Zisserman 2014, "Very Deep Convolutional Networks for Large-Scale Image Recognition", configuration D."""
 
 
-def layers(config: VisionConfig) -> jpipe.LayerStack:
-    """The layers of a model, as constructors: nothing is allocated here.
+def alexnet(arguments: Alexnet, batch_size: int) -> jpipe.LayerStack:
+    """AlexNet, with the layers `conv1` … `conv5`, `fc6`, `fc7`, `fc8` as constructors: nothing is allocated here.
 
-    Inputs are images (b, s, s, 3) with s = `config.image_size_used`, outputs logits (b, v) of v classes.
+    Inputs of these models are images (b, s, s, 3), outputs logits (b, v) of v classes.
+
+    Args:
+        arguments: its size.
+        batch_size: of any batch; the layers do not depend on it.
     """
-    if config.kind == "alexnet":
-        return jpipe.LayerStack(_with_dense_layers(config, ALEXNET))
-    if config.kind == "vgg16":
-        return jpipe.LayerStack(_with_dense_layers(config, VGG_16))
-    return jpipe.LayerStack((resnet if config.kind == "resnet50" else inception).layers(config))
+    return _with_dense_layers(arguments, ALEXNET)
 
 
-def _with_dense_layers(config: VisionConfig, convolutions: Convolutions) -> dict[str, Any]:
+def vgg16(arguments: Vgg16, batch_size: int) -> jpipe.LayerStack:
+    """As `alexnet`, with the layers `conv1_1` … `conv5_3`, `fc6`, `fc7`, `fc8`."""
+    return _with_dense_layers(arguments, VGG_16)
+
+
+def _with_dense_layers(arguments: Alexnet | Vgg16, convolutions: Convolutions) -> jpipe.LayerStack:
     """Convolutions, then `fc6`, `fc7` and `fc8`, the first of them over all pixels that are left."""
     found: dict[str, Any] = {}
-    inputs, size = 3, config.image_size_used
+    inputs, size = 3, arguments.image_size
     for layer_id, conv, pool in convolutions:
-        scaled = conv.scaled(config.width)
+        scaled = conv.scaled(arguments.width)
         found[layer_id] = partial(Convolution, inputs, scaled, pool)
         inputs, size = scaled.outputs, _size_after(conv, pool, size)
-    width, dropout = channels(4096, config.width), config.dropout_used
+    width, dropout = channels(4096, arguments.width), arguments.dropout
     found["fc6"] = partial(Dense, size * size * inputs, width, dropout)
     found["fc7"] = partial(Dense, width, width, dropout)
-    found["fc8"] = partial(Classifier, width, config.classes)
-    return found
+    found["fc8"] = partial(Classifier, width, arguments.classes)
+    return jpipe.LayerStack(found)
 
 
 def _size_after(conv: Conv, pool: MaxPool | None, size: int) -> int:
