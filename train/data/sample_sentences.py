@@ -13,7 +13,7 @@ from train.console.progress import Reporter
 from train.data import prepare, texts, tokenizer
 
 PAIRS = {"train": 4000, "validation": 256}
-LINES = {"train": 4000, "validation": 500}
+LINES = {"train": 4000, "validation": 1000}
 VIDEOS = {"train": 240, "validation": 64}
 FEATURES, FRAMES = 32, (6, 14)  # numbers of a frame; fewest and most frames of a video
 _SYMBOLS = 512  # of the tokenizer, at most

@@ -25,8 +25,6 @@ from train.models.recurrent import LSTM, Embedding
 Stream = dict[str, Any]
 """What flows between layers: {"x" (b, s, w or h), "continues" (b), 0 where a row begins anew}."""
 
-_STD = 0.05  # of the vectors of words, which may also make the logits
-
 
 def layers(config: AwdLm, batch_size: int) -> jpipe.LayerStack:
     """`embed`, `lstm_0` …, `head`. Nothing is allocated here.
@@ -58,7 +56,9 @@ class Embed(linen.Module):
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
         config = self.config
-        x = Embedding(config.vocab_size, config.width, _STD, config.dropout_words, name="words")(inputs["tokens"], train=train)
+        x = Embedding(config.vocab_size, config.width, config.width**-0.5, config.dropout_words, name="words")(
+            inputs["tokens"], train=train
+        )
         return {"x": variational(config.dropout_input, train)(x), "continues": inputs["continues"]}
 
 
@@ -109,7 +109,7 @@ class Head(linen.Module):
         x = stream["x"]
         name, shape = ("embedding", (self.vocab_size, x.shape[-1])) if self.tied else ("kernel", (x.shape[-1], self.vocab_size))
         init = linen.initializers
-        weights = self.param(name, init.zeros if self.tied else init.normal(_STD), shape)  # shared ones begin as in the first layer
+        weights = self.param(name, init.zeros if self.tied else init.lecun_normal(), shape)  # shared ones begin as in the first layer
         bias = self.param("bias", init.zeros, (self.vocab_size,))
         return x @ (weights.T if self.tied else weights) + bias[None, None]
 
