@@ -13,7 +13,7 @@ from train.console.progress import Reporter
 from train.data import prepare, texts, tokenizer
 
 PAIRS = {"train": 4000, "validation": 256}
-LINES = {"train": 4000, "validation": 500}
+LINES = {"train": 4000, "validation": 1000}
 VIDEOS = {"train": 240, "validation": 64}
 FEATURES, FRAMES = 32, (6, 14)  # numbers of a frame; fewest and most frames of a video
 _SYMBOLS = 512  # of the tokenizer, at most
@@ -37,7 +37,7 @@ ARTICLES: Mapping[str, str] = MappingProxyType({"the": "das", "one": "ein"})
 def make_translation(folder: Path, seed: int) -> str:
     """Write `train.source`, `train.target`, the same for `validation`, and `tokenizer.json` into an empty folder.
 
-    The translation says each word in its own language, with adjectives behind their nouns and the verb at the end.
+    The translation has a word for each word, the adjective behind its noun, the verb behind what it is done to.
 
     Args:
         folder: an empty one.
@@ -110,17 +110,11 @@ def make_captions(folder: Path, seed: int) -> str:
 
 def _pair(rng: np.random.Generator) -> tuple[str, str]:
     """A sentence and its translation."""
-    verb, adverb = str(rng.choice(list(VERBS))), str(rng.choice(["", *ADVERBS]))
-    said, translated = zip(_phrase(rng), _phrase(rng), strict=True)
-    source = [said[0], verb, said[1], adverb]
-    target = [translated[0], ADVERBS.get(adverb, ""), translated[1], VERBS[verb]]
-    return " ".join(filter(None, source)), " ".join(filter(None, target))
-
-
-def _phrase(rng: np.random.Generator) -> tuple[str, str]:
-    article, noun, adjective = str(rng.choice(list(ARTICLES))), str(rng.choice(list(NOUNS))), str(rng.choice(["", *ADJECTIVES]))
-    source, target = (article, adjective, noun), (ARTICLES[article], NOUNS[noun], ADJECTIVES.get(adjective, ""))
-    return " ".join(filter(None, source)), " ".join(filter(None, target))
+    chosen = [list(words.items())[int(rng.integers(len(words)))] for words in (ARTICLES, ADJECTIVES, NOUNS, VERBS, ARTICLES, NOUNS)]
+    adverb = [list(ADVERBS.items())[int(rng.integers(len(ADVERBS)))]] if rng.random() < 0.5 else []
+    (article, adjective, who, does, other, whom), ends = chosen, adverb
+    source, target = (article, adjective, who, does, other, whom, *ends), (article, who, adjective, other, whom, does, *ends)
+    return " ".join(pair[0] for pair in source), " ".join(pair[1] for pair in target)
 
 
 def _adjective(rng: np.random.Generator, noun: str) -> str:

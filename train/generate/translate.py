@@ -66,8 +66,8 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     step = step_of(folder, request.step, "translate", say)
     config = config_file.load_resolved(folder / "config.yaml")
     if (config.model.target, config.data.target) != ("gnmt", "translation"):
-        found = config.model.target or f"model.kind {config.model.kind}"
-        raise InputError(f"translate: expected a run of model.target gnmt with data.target translation, found {found}; give another run")
+        other = config.model.target or f"model.kind {config.model.kind}"
+        raise InputError(f"translate: expected a run of model.target gnmt with data.target translation, found {other}; give another run")
     tokenizer = translation.load_tokenizer(config.data.parsed)
     lines, name, references = _texts(request, config)
     bleu = None if references is None else _bleu()
@@ -109,7 +109,7 @@ def greedy(stack: jpipe.LayerStack, params: Any, inputs: Any, length: int, end: 
     encoder, decoder = stack.ids[:cut], stack.ids[cut:]
 
     def applied(ids: Sequence[str], x: Any) -> Any:
-        return stack.apply(ids, params, dict.fromkeys(ids, {}), x, key=None, microbatch=None, train=False)[0]
+        return stack.apply(ids, params, {layer_id: {} for layer_id in ids}, x, key=None, microbatch=None, train=False)[0]
 
     begun = jnp.full((inputs["source"].shape[0], length + 1), end, jnp.int32)
     stream = applied(encoder, {**inputs, "target": begun[:, :-1]})
@@ -123,15 +123,14 @@ def greedy(stack: jpipe.LayerStack, params: Any, inputs: Any, length: int, end: 
 
 def _texts(request: Request, config: Config) -> tuple[list[str], str, list[str] | None]:
     """(sentences, where they come from, references or None)."""
-    folder = config.data.parsed.folder
+    references: list[str] | None = None
     if request.source is None:
-        lines, name = sentences.lines_of(folder, "validation.source"), "validation.source"
-        references = (
-            sentences.lines_of(folder, "validation.target") if request.reference is None else _lines(request.reference, "--reference")
-        )
+        folder, name = config.data.parsed.folder, "validation.source"
+        lines, references = sentences.lines_of(folder, name), sentences.lines_of(folder, "validation.target")
     else:
         lines, name = _lines(request.source, "--source"), request.source
-        references = None if request.reference is None else _lines(request.reference, "--reference")
+    if request.reference is not None:
+        references = _lines(request.reference, "--reference")
     if references is not None and len(references) != len(lines):
         raise InputError(f"--reference: expected {len(lines):,} lines, as many as sentences in '{name}', found {len(references):,}")
     if not lines:

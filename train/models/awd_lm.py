@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 import jpipe
 from train.config.sequence_config import AwdLm
-from train.models.recurrent import LSTM, Embedding, uniform
+from train.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
 """What flows between layers: {"x" (b, s, w or h), "continues" (b), 0 where a row begins anew}."""
@@ -56,7 +56,9 @@ class Embed(linen.Module):
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
         config = self.config
-        x = Embedding(config.vocab_size, config.width, config.dropout_words, name="words")(inputs["tokens"], train=train)
+        x = Embedding(config.vocab_size, config.width, config.width**-0.5, config.dropout_words, name="words")(
+            inputs["tokens"], train=train
+        )
         return {"x": variational(config.dropout_input, train)(x), "continues": inputs["continues"]}
 
 
@@ -106,10 +108,9 @@ class Head(linen.Module):
     def __call__(self, stream: Stream) -> Float[Array, "b s v"]:
         x = stream["x"]
         name, shape = ("embedding", (self.vocab_size, x.shape[-1])) if self.tied else ("kernel", (x.shape[-1], self.vocab_size))
-        weights = self.param(
-            name, linen.initializers.zeros if self.tied else uniform(0.1), shape
-        )  # shared ones begin as in the other layer
-        bias = self.param("bias", linen.initializers.zeros, (self.vocab_size,))
+        init = linen.initializers
+        weights = self.param(name, init.zeros if self.tied else init.lecun_normal(), shape)  # shared ones begin as in the first layer
+        bias = self.param("bias", init.zeros, (self.vocab_size,))
         return x @ (weights.T if self.tied else weights) + bias[None, None]
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 import jpipe
 from train.config.sequence_config import Gnmt
-from train.models.recurrent import LSTM, Embedding, below, uniform
+from train.models.recurrent import LSTM, Embedding, below
 
 Stream = dict[str, Any]
 """What flows between layers: first {"x" (b, s, w) the source, "length" (b) its tokens, "target" (b, t) tokens}, from `decoder_embed` on
@@ -114,12 +114,11 @@ class Attention(linen.Module):
 
     @linen.compact
     def __call__(self, queries: Float[Array, "b t w"], keys: Float[Array, "b s w"], mask: Bool[Array, "b s"]) -> Float[Array, "b t w"]:
-        init = uniform(self.width**-0.5)
-        dense = {"use_bias": False, "kernel_init": init}
-        q, k = (linen.Dense(self.width, **dense, name=name)(x) for name, x in (("query", queries), ("key", keys)))
-        v = self.param("v", init, (self.width,))
-        g = self.param("g", linen.initializers.constant(self.width**-0.5), ())
-        bias = self.param("bias", linen.initializers.zeros, (self.width,))
+        init = linen.initializers
+        q, k = (linen.Dense(self.width, use_bias=False, name=name)(x) for name, x in (("query", queries), ("key", keys)))
+        v = self.param("v", init.normal(1.0), (self.width,))
+        g = self.param("g", init.ones, ())
+        bias = self.param("bias", init.zeros, (self.width,))
         scores = jnp.tanh(q[:, :, None] + k[:, None] + bias[None, None, None]) @ (v * (g / jnp.linalg.norm(v)))
         return jax.nn.softmax(jnp.where(mask[:, None], scores, jnp.finfo(scores.dtype).min), axis=-1) @ keys
 
@@ -146,7 +145,5 @@ class Head(linen.Module):
 
     @linen.compact
     def __call__(self, stream: Stream) -> Float[Array, "b t v"]:
-        x = stream["x"]
-        init = uniform(x.shape[-1] ** -0.5)
-        logits: Float[Array, "b t v"] = linen.Dense(self.vocab_size, kernel_init=init, bias_init=init, name="logits")(x)
+        logits: Float[Array, "b t v"] = linen.Dense(self.vocab_size, name="logits")(stream["x"])
         return logits

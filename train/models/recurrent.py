@@ -2,7 +2,7 @@
 
 Written in Flax Linen, whose modules learn the sizes of their inputs, and of the rows of a microbatch, when they are initialized.
 
-The letters in the shapes: b rows, s positions, w width of the input, h hidden width, v symbols.
+The letters in the shapes: b rows, s positions, w width of the input, h hidden width, g = 4h gates, v symbols.
 """
 
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 Carry = tuple[Float[Array, "b h"], Float[Array, "b h"]]
@@ -19,9 +18,9 @@ Carry = tuple[Float[Array, "b h"], Float[Array, "b h"]]
 
 def lstm(
     x: Float[Array, "b s w"],
-    kernel: Float[Array, "w 4h"],
-    recurrent: Float[Array, "h 4h"],
-    bias: Float[Array, " 4h"],
+    kernel: Float[Array, "w g"],
+    recurrent: Float[Array, "h g"],
+    bias: Float[Array, " g"],
     mask: Bool[Array, "b s"] | None = None,
     carry: Carry | None = None,
     *,
@@ -58,17 +57,8 @@ def lstm(
     return after, jnp.moveaxis(y, 0, 1)
 
 
-def uniform(scale: float) -> Any:
-    """Weights that are drawn evenly from -scale to scale."""
-
-    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
-        return jax.random.uniform(key, shape, dtype, -scale, scale)
-
-    return init
-
-
 class LSTM(linen.Module):
-    """An LSTM with its weights, which begin evenly between ±1/√hidden, as in PyTorch.
+    """An LSTM with its weights, which begin as in Flax: normal of variance 1/w, orthogonal from hidden state to hidden state, no bias.
 
     Attributes:
         hidden: numbers of its state.
@@ -85,31 +75,33 @@ class LSTM(linen.Module):
         self, x: Float[Array, "b s w"], mask: Bool[Array, "b s"] | None = None, carry: Carry | None = None, *, train: bool = False
     ) -> tuple[Carry, Float[Array, "b s h"]]:
         """As `lstm`."""
-        init = uniform(self.hidden**-0.5)
-        kernel = self.param("kernel", init, (x.shape[-1], 4 * self.hidden))
-        recurrent = self.param("recurrent", init, (self.hidden, 4 * self.hidden))
-        bias = self.param("bias", init, (4 * self.hidden,))
+        init = linen.initializers
+        kernel = self.param("kernel", init.lecun_normal(), (x.shape[-1], 4 * self.hidden))
+        recurrent = self.param("recurrent", init.orthogonal(), (self.hidden, 4 * self.hidden))
+        bias = self.param("bias", init.zeros, (4 * self.hidden,))
         recurrent = linen.Dropout(self.dropout_weights, deterministic=not train)(recurrent)
         return lstm(x, kernel, recurrent, bias, mask, carry, reverse=self.reverse)
 
 
 class Embedding(linen.Module):
-    """One vector a symbol, which begins evenly between ±0.1.
+    """One vector a symbol, of normal numbers to begin with.
 
     Attributes:
         vocab_size: symbols.
         width: numbers of a vector.
+        std: of these numbers.
         dropout: the share of symbols whose vectors are zero in training, in all rows alike (Gal and Ghahramani 2016).
     """
 
     vocab_size: int
     width: int
+    std: float = 1.0
     dropout: float = 0.0
 
     @linen.compact
-    def __call__(self, tokens: Int[Array, "b s"], *, train: bool = False) -> Float[Array, "b s w"]:
-        """The vectors of tokens."""
-        table = self.param("embedding", uniform(0.1), (self.vocab_size, self.width))
+    def __call__(self, tokens: Any, *, train: bool = False) -> Float[Array, "b s w"]:
+        """The vectors of tokens (b, s)."""
+        table = self.param("embedding", linen.initializers.normal(self.std), (self.vocab_size, self.width))
         return jnp.take(linen.Dropout(self.dropout, broadcast_dims=(1,), deterministic=not train)(table), tokens, axis=0)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import jpipe
 from train.config.sequence_config import S2vt
-from train.models.recurrent import LSTM, Embedding, uniform
+from train.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
 """What flows between layers: {"x", "tokens" (b, s)}, x (b, n, w) after `frames`, (b, n + s, h) after `lstm_0`; after `words` also "words",
@@ -39,7 +39,7 @@ def layers(config: S2vt, batch_size: int) -> jpipe.LayerStack:
             "lstm_0": FrameLSTM(config.hidden),
             "words": Words(config.vocab_size, config.width, config.dropout),
             "lstm_1": WordLSTM(config.hidden, config.dropout),
-            "head": linen.Dense(config.vocab_size, kernel_init=uniform(config.hidden**-0.5)),
+            "head": linen.Dense(config.vocab_size),
         }
     )
 
