@@ -1,9 +1,9 @@
 """Built-in models, data and losses that a config names as a target."""
 
-import jpipe
 import pytest
 from pydantic import ValidationError
 
+import jpipe
 from train.config import config_file
 from train.config.built_in import DATA, LOSSES, MODELS
 from train.config.config import Config
