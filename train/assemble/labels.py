@@ -89,7 +89,9 @@ def _of_inputs(config: Config) -> dict[str, Limit]:
     if config.data.target is None or config.data.is_built_in:
         return {}
     if config.model.is_built_in:
-        number = config.model.parsed.vocab_size
+        number = getattr(config.model.parsed, "vocab_size", None)
+        if number is None:  # a model of images
+            return {}
         words = 0, number - 1, f"the model has {number} words, model.arguments.vocab_size"
         return {"source": words, "target": words, "tokens": words}
     if config.model.target is not None:

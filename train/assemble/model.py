@@ -66,7 +66,7 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
-    known = {"accuracy": _accuracy, "cross_entropy": _cross_entropy}
+    known = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy}
     return {name: known.get(metric) or _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
 
 
@@ -84,6 +84,14 @@ def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     """How many of the labels have the largest logit, and how many there are."""
     _check_classes("accuracy", outputs, labels)
     return cross_entropy.correct(outputs, labels)
+
+
+def _top5(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """How many of the labels have one of the five largest logits, and how many there are."""
+    _check_classes("top5", outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) < 5:
+        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
+    return cross_entropy.correct(outputs, labels, 5)
 
 
 def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ MOST_MICROBATCHES = 1024
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
 LOGS = ("tensorboard", "wandb")
-METRICS = ("accuracy", "cross_entropy")  # that need no code of the user's own
+METRICS = ("accuracy", "top5", "cross_entropy")  # that need no code of the user's own
 
 
 class RunConfig(Section):
@@ -57,8 +57,8 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `cross_entropy` (of a loss that is another one) or a
-    `module:function`.
+    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `top5`, `cross_entropy` (of a loss that is another
+    one) or a `module:function`.
 
     Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
     """
