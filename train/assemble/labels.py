@@ -86,7 +86,15 @@ def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
 
 def _of_inputs(config: Config) -> dict[str, Limit]:
     """Of tokens and of the first or second sentence, where a built-in model reads other data than bytes."""
-    if config.model.target is not None or config.data.target is None:
+    if config.data.target is None or config.data.is_built_in:
+        return {}
+    if config.model.is_built_in:
+        number = getattr(config.model.parsed, "vocab_size", None)
+        if number is None:  # a model of images
+            return {}
+        words = 0, number - 1, f"the model has {number} words, model.arguments.vocab_size"
+        return {"source": words, "target": words, "tokens": words}
+    if config.model.target is not None:
         return {}
     symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
     return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}

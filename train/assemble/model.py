@@ -19,11 +19,12 @@ from train.models import cross_entropy
 from train.models import layers as built_in
 
 
-def layers(config: ModelConfig, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
+def layers(config: ModelConfig, batch_size: int, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
     """The built-in model, or what `model.target` returns.
 
     Args:
         config: which model.
+        batch_size: rows of a batch.
         computes: the dtype in which the built-in model's layers compute, if it is another than `compute_dtype`.
         chunk: of how many positions the built-in loss makes the logits at a time; None: the model makes all of them.
 
@@ -32,6 +33,9 @@ def layers(config: ModelConfig, computes: str | None = None, chunk: int | None =
     """
     if config.target is None:
         return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
+    if config.is_built_in:
+        found: jpipe.LayerStack = config.built_in[config.target].load()(config.parsed, batch_size)
+        return found
     stack = entry_point.call(config.target, "model.target", config.arguments)
     if not isinstance(stack, jpipe.LayerStack):
         raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_instead(stack)}")
@@ -46,6 +50,8 @@ def loss(config: LossConfig) -> Any:
     """
     if config.target is None:
         return cross_entropy.loss
+    if config.is_built_in:
+        return partial(config.built_in[config.target].load(), arguments=config.parsed)
     function = entry_point.load(config.target, "loss.target")
     filled = dict.fromkeys(list(parameters_of(function))[:2], "is given by jpipe")
     with entry_point.placed("loss.arguments"):
@@ -60,7 +66,8 @@ def metrics(config: EvalConfig) -> dict[str, Any]:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
-    return {name: _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) if ":" in metric else _accuracy for name, metric in named}
+    known = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy}
+    return {name: known.get(metric) or _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
 
 
 @dataclass(frozen=True)
@@ -75,14 +82,33 @@ class _OfLogits:
 
 def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     """How many of the labels have the largest logit, and how many there are."""
+    _check_classes("accuracy", outputs, labels)
+    return cross_entropy.correct(outputs, labels)
+
+
+def _top5(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """How many of the labels have one of the five largest logits, and how many there are."""
+    _check_classes("top5", outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) < 5:
+        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
+    return cross_entropy.correct(outputs, labels, 5)
+
+
+def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """The summed nats of the labels, and how many there are: what a perplexity is of, whatever the loss is."""
+    _check_classes("cross_entropy", outputs, labels)
+    return cross_entropy.loss(outputs, labels)
+
+
+def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
+    """Refuse what are no logits and labels."""
     logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
     shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(
-            f"eval.metrics: accuracy: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"eval.metrics: {metric}: expected logits of classes and integer labels, found outputs {list(shape)} and "
             f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
         )
-    return cross_entropy.correct(outputs, labels)
 
 
 def _instead(found: Any) -> str:

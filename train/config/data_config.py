@@ -1,10 +1,12 @@
 """The keys of the section `data`: what is read, and how it is made to batches."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from train.config.section import AUTO, FilePath, Fraction, OwnCode
+from train.config import built_in
+from train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
@@ -23,9 +25,11 @@ class DataConfig(OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
     Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
-    and an answer). With a `target` it is what `target(seed, batch_size, **arguments)` returns: (train, validation), see
-    `train.data.own_data`.
+    and an answer). With a `target` it is one of `built_in.DATA`, or what `target(seed, batch_size, **arguments)` returns: (train,
+    validation), see `train.data.own_data`.
     """
+
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
 
     format: Literal["bytes", "text", "tokens", "prompts"] = "bytes"
     path: FilePath | None = None

@@ -13,10 +13,16 @@ import grain
 from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import masked, own_data, splits, windows
+from train.data import image_rows, masked, own_data, splits, windows
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
 
+_READERS = {  # built-in data, and the built-in models that it is for
+    "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),
+    "translation": ("gnmt",),
+    "words": ("awd_lm",),
+    "captions": ("s2vt",),
+}
 Rows = windows.Windows | windows.Examples | masked.Masked
 
 
@@ -42,6 +48,7 @@ class Data:
         amount: how much that is, in words.
         digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
         remarks: what was left out, in words.
+        vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
     """
 
     train: Batches
@@ -50,6 +57,7 @@ class Data:
     amount: str
     digest: Callable[[], str]
     remarks: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 def load(config: Config) -> Data:
@@ -59,6 +67,9 @@ def load(config: Config) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
             tokens do not fit the model.
     """
+    _check_readers(config)
+    if config.data.is_built_in:
+        return _built_in(config)
     if config.data.target is not None:
         sizes = config.seed, config.train.batch_size, config.train.steps
         train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
@@ -99,6 +110,52 @@ def held_out(config: Config, path: str | None = None) -> Data:
     _check_some(config, found, rows)
     batches = _batches(config, rows, 1, apart=apart)
     return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
+
+
+def _check_readers(config: Config) -> None:
+    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
+    data, model = config.data.target, config.model.target
+    reads = next((name for name, readers in _READERS.items() if model in readers), None)
+    if reads is not None and (data is None or (config.data.is_built_in and data != reads)):
+        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
+    if data in _READERS and model is None:
+        readers = " or ".join(_READERS[data])
+        raise InputError(f"model.target: expected {readers}, which reads data.target {data}, found none; change one of them")
+    if data == "images" and config.model.is_built_in:
+        need, have = config.model.parsed.image_size, config.data.parsed.image_size
+        if need != have:
+            raise InputError(f"data.arguments.image_size: expected {need}, model.arguments.image_size, found {have}; change one of them")
+
+
+def _built_in(config: Config) -> Data:
+    """What a loader by name reads, whose words or classes the model has a place for.
+
+    Raises:
+        InputError: as `load`.
+    """
+    name = str(config.data.target)
+    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
+    key, what = ("classes", "classes") if name == "images" else ("vocab_size", "words")
+    need = found.vocab_size
+    if config.model.is_built_in and need is not None and need > (have := getattr(config.model.parsed, key)):
+        raise InputError(
+            f"model.arguments.{key}: expected at least {need}, for the {what} of {found.source}, found {have}; raise it, or keep fewer "
+            f"{what}"
+        )
+    return found
+
+
+def unread(config: Config) -> Data:
+    """As `load`, for what needs no more than the shapes of a batch: of images nothing is read.
+
+    Raises:
+        InputError: as `load`.
+    """
+    if config.data.target != "images":
+        return load(config)
+    _check_readers(config)
+    nothing = BatchesOfRows([], config.train.batch_size, image_rows.row_spec(config.data.parsed.image_size))
+    return Data([nothing[0]], [nothing[0]], str(config.data.parsed.folder), "not read", lambda: "")
 
 
 def portion(config: Config) -> tuple[int, str]:

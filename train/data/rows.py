@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,8 +13,13 @@ import grain
 import jax
 import numpy as np
 
+from planner.machine.local import usable_cores
+
 Tree = Any
 Batch = tuple[Tree, Tree]
+
+THREADS = ThreadPoolExecutor(usable_cores(), "rows")
+"""Make rows, several at a time, where that is work in which Python lets others go on."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class BatchesOfRows:
     """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is.
 
     Attributes:
-        elements: pairs of (inputs, labels), each an array or a tree of arrays.
+        elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
+            called when that array's row is read, with others at a time.
         batch_size: b.
         spec: shapes and dtypes of one of them.
     """
@@ -73,19 +80,20 @@ class BatchesOfRows:
         specs, structure = jax.tree.flatten(self.spec)
 
         @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly alike
-        def leaves(start: int, stop: int) -> list[np.ndarray]:
-            rows = [jax.tree.leaves(self.elements[index * self.batch_size + i]) for i in range(start, stop)]
-            if not rows:
-                return [np.zeros((0, *leaf.shape), leaf.dtype) for leaf in specs]
-            return [np.stack(same) for same in zip(*rows, strict=True)]
+        def rows(start: int, stop: int) -> list[list[Any]]:
+            return [jax.tree.leaves(self.elements[index * self.batch_size + i]) for i in range(start, stop)]
 
-        found = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_of, leaves, i)) for i, leaf in enumerate(specs)]
+        found = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
         batch: Batch = jax.tree.unflatten(structure, found)
         return batch
 
 
-def _of(leaves: Callable[[int, int], list[np.ndarray]], number: int, start: int, stop: int) -> np.ndarray:
-    return leaves(start, stop)[number]
+def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any, start: int, stop: int) -> np.ndarray:
+    """Leaf `number` of some rows."""
+    found = [row[number] for row in rows(start, stop)]
+    if not found:
+        return np.zeros((0, *spec.shape), spec.dtype)
+    return np.stack(list(THREADS.map(lambda make: make(), found)) if callable(found[0]) else found)
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:

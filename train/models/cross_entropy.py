@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from train.config.sequence_config import SmoothedLoss
 
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
 Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}
@@ -63,15 +65,31 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
     return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
 
 
-def correct(outputs: Outputs, labels: Labels) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """How many of the counted labels have the largest logit, and how many there are; with labels of tokens and others, of the tokens."""
+def smoothed(outputs: Any, labels: Any, arguments: SmoothedLoss) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """As `loss`, of labels that are 1 - ε the symbol and ε all symbols alike (Szegedy et al. 2016): (1 - ε) · nats + ε · mean nats of all.
+
+    Args:
+        outputs: logits (…, v).
+        labels: integers (…).
+        arguments: ε, its `smoothing`.
+    """
+    share = jnp.asarray(arguments.smoothing, jnp.float32)
+    logs = jax.nn.log_softmax(outputs.astype(wider(outputs.dtype)))
+    of_all = jnp.where(labels >= 0, -logs.mean(axis=-1), jnp.zeros((), logs.dtype)).sum()
+    return (1 - share) * _nats(outputs, labels) + share * of_all, _number(labels)
+
+
+def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """How many of the counted labels have one of the `most` largest logits, and how many there are; with labels of tokens and others, of
+    the tokens.
+    """
     if isinstance(labels, dict):
         outputs, labels = outputs["tokens"], labels["tokens"]
     if isinstance(outputs, Unprojected):
         whole, parts = _in_chunks(outputs, labels)
-        hits = jax.lax.map(lambda part: (replace(whole, hidden=part[0]).logits().argmax(-1) == part[1]).sum(), (whole.hidden, parts))
+        hits = jax.lax.map(lambda part: _hits(replace(whole, hidden=part[0]).logits(), part[1], most).sum(), (whole.hidden, parts))
     else:
-        hits = outputs.argmax(-1) == labels
+        hits = _hits(outputs, labels, most)
     return hits.sum(), (labels >= 0).sum()
 
 
@@ -89,6 +107,13 @@ def vocab_size(outputs: Outputs) -> int:
 def wider(dtype: DTypeLike) -> Any:
     """The dtype, or float32 if that has more bits."""
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+
+
+def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
+    """Whether the logit of the label is one of the largest; of equal ones the first are."""
+    if most == 1:
+        return logits.argmax(-1) == labels
+    return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
 
 
 def _is_unprojected(leaf: Any) -> bool:

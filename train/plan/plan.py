@@ -1,7 +1,7 @@
 """What `jpipe plan` prints, writes and draws."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -90,6 +90,7 @@ def main(
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
+        request = replace(request, replicas=not config.model.carries)
     own_batch = config.train.batch_size if files.config is not None else None
     batch = request.batch or own_batch
     if batch is None:

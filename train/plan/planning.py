@@ -57,6 +57,7 @@ class Request:
         all_devices: whether none may stay idle, as where each is a process of its own.
         meshes: those of a stage to try, as `planner.profile.sharded.Degrees.read` takes them; none: those inside a server that the
             profile allows, with a file as the topology, and "local" without meshes.
+        replicas: whether stages may have some; not those whose layers carry a state of each row from batch to batch.
     """
 
     topology: str = LOCAL
@@ -66,6 +67,7 @@ class Request:
     devices: int | None = None
     pipedream: Updates | None = None
     all_devices: bool = False
+    replicas: bool = True
     meshes: tuple[str, ...] = ()
 
     @property
@@ -110,9 +112,10 @@ class Parts:
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
         """Read from a config; the data is looked at for its shapes."""
-        stack, loss = model.layers(config.model, config.precision.computes, config.logits_chunk), model.loss(config.loss)
+        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
+        loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
-            batch = jax.tree.map(_spec, data.load(config).train[0])
+            batch = jax.tree.map(_spec, data.unread(config).train[0])
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
@@ -244,6 +247,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
     variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
     found += list(variants.simulated)
+    if not request.replicas:
+        found = [candidate for candidate in found if max(candidate.replicas) == 1]
+        reporter.say("left out: replicas, because layers carry their state from batch to batch")
     if why_one_stage:
         found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
         if not found:

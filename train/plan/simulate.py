@@ -116,7 +116,7 @@ def read_text(path: Path) -> str:
 def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
     """The plan of a config, and what its stages hold and move: exact, from shapes alone."""
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
-    pipe, batches = build(config, silent)
+    pipe, batches = build(config, silent, load=data.unread)
     return pipe.plan, pipe.costs(batches.train[0])
 
 

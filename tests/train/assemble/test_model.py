@@ -308,7 +308,7 @@ def test_what_cannot_be_loaded_is_told(target, message):
 )
 def test_a_mistake_in_a_model_is_told(name, arguments, message):
     with pytest.raises(jpipe.InputError) as caught:
-        model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments))
+        model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments), 8)
     line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
     assert (message.replace("LINE", line_of(line)) if line else message) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import jpipe
@@ -35,7 +36,13 @@ def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
 def params_of(stack: jpipe.LayerStack, inputs: Any, seed: int = 0) -> Any:
     """Its parameters as a pipeline begins with them: shared ones are entries of their own."""
     specs = stack.specs(inputs)
-    whole = jax.jit(lambda key: {i: stack.init_layer(i, key, spec.x)[0] for i, spec in specs.items()})(jax.random.key(seed))
+
+    @jax.jit
+    def init(key: jax.Array) -> Any:
+        examples = {i: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.x) for i, spec in specs.items()}
+        return {i: stack.init_layer(i, key, x)[0] for i, x in examples.items()}
+
+    whole = init(jax.random.key(seed))
     return stack.ties.split(whole)
 
 

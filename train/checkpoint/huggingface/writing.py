@@ -116,7 +116,7 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
         raise InputError(
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
-    stack = model.layers(config.model)
+    stack = model.layers(config.model, config.train.batch_size)
     inputs = stack.specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.dtype("int32")))
     key = jax.random.key(config.seed)
 

@@ -1,0 +1,112 @@
+"""Parallel text: pairs of lines as rows of one shape, and text that cannot be used."""
+
+import numpy as np
+import pytest
+
+from jpipe import InputError
+from train.config.config import Config
+from train.config.sequence_config import TranslationData
+from train.data import data, make, translation
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("translation")
+    make.SAMPLES["translation"](folder, 0)
+    return folder
+
+
+@pytest.fixture
+def folder(sample, tmp_path):
+    """A copy of the sample with few sentences."""
+    for file in sample.iterdir():
+        lines = file.read_text(encoding="utf-8")
+        (tmp_path / file.name).write_text(lines if file.suffix == ".json" else "".join(lines.splitlines(True)[:8]), encoding="utf-8")
+    return tmp_path
+
+
+def config(folder, model=None, batch_size=4, seed=0, **arguments):
+    arguments = {"folder": str(folder), "source_length": 10, "target_length": 9, **arguments}
+    found = {"data": {"target": "translation", "arguments": arguments}, "model": {"target": "gnmt", "arguments": model or {}}}
+    return Config.model_validate({**found, "seed": seed, "train": {"batch_size": batch_size}, "plan": {"microbatches": 1}})
+
+
+def rows(batches, t):
+    (inputs, labels) = batches[t]
+    return {name: part[:] for name, part in inputs.items()}, labels[:]
+
+
+def test_each_row_is_a_pair_of_lines(folder):
+    found = data.load(config(folder))
+    tokenizer = translation.load_tokenizer(TranslationData(folder=str(folder)))
+    pairs = set()
+    for t in range(2):
+        inputs, labels = rows(found.train, t)
+        assert inputs["source"].shape == (4, 10)
+        assert inputs["target"].shape == labels.shape == (4, 9)
+        for i in range(4):
+            source = inputs["source"][i][: inputs["source_length"][i]]
+            counted = labels[i][labels[i] >= 0]
+            assert source[-1] == counted[-1] == inputs["target"][i][0] == tokenizer.end
+            np.testing.assert_array_equal(inputs["target"][i][1 : len(counted)], counted[:-1])
+            assert (labels[i][len(counted) :] == -1).all()
+            pairs.add((tokenizer.decoded(source.tolist()), tokenizer.decoded(counted.tolist())))
+    texts = [(folder / f"train.{name}").read_text(encoding="utf-8").splitlines() for name in ("source", "target")]
+    assert pairs == set(zip(*texts, strict=True))
+    assert found.amount == "8 pairs of sentences for training, 8 for validation"
+
+
+def test_a_seed_decides_the_order_and_batches_can_be_read_again(folder):
+    one, again, other = (data.load(config(folder, seed=seed)) for seed in (0, 0, 1))
+    for t in (5, 0):
+        np.testing.assert_array_equal(rows(one.train, t)[1], rows(again.train, t)[1])
+    assert any((rows(one.train, t)[1] != rows(other.train, t)[1]).any() for t in range(4))
+    np.testing.assert_array_equal(rows(one.validation, 1)[1], rows(other.validation, 1)[1])
+    assert one.digest() == other.digest()
+
+
+def write(folder, name, lines):
+    (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def test_lines_that_cannot_be_used_are_dropped_by_choice(folder):
+    source = (folder / "train.source").read_text(encoding="utf-8").splitlines()
+    source[2], source[4], source[5] = "", "the old dog sees the " * 4, " "
+    write(folder, "train.source", source)
+    with pytest.raises(InputError) as caught:
+        data.load(config(folder))
+    assert str(caught.value) == (
+        "data.arguments.folder: 'train.source', line 3: expected 1 to 9 tokens and the end of a sentence, found none (it is empty) (in all "
+        "2 lines empty, 1 too long); change the text, allow longer ones in data.arguments, or drop such lines with "
+        "data.arguments.unusable: drop"
+    )
+    found = data.load(config(folder, unusable="drop"))
+    assert found.amount.startswith("5 pairs")
+    assert found.remarks == ("2 lines empty, 1 too long: dropped, the first is 'train.source', line 3",)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "train.target").unlink(), "data.arguments.folder: cannot read '{folder}/train.target': No such file"),
+        (
+            lambda folder: write(folder, "validation.target", ["das"] * 7),
+            "expected as many lines in 'validation.source' as in 'validation.target', found 8 and 7; is 'validation.target' truncated?",
+        ),
+        (lambda folder: (folder / "train.source").write_bytes(b"\xff\xfe\x00"), "expected text in UTF-8 in '{folder}/train.source'"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "expected a tokenizer.json of the tokenizers library"),
+        (lambda folder: [write(folder, f"train.{name}", []) for name in ("source", "target")], "expected something to learn from"),
+        (lambda folder: [write(folder, f"validation.{name}", ["das"] * 3) for name in ("source", "target")], "found 3 in '{folder}/'"),
+    ],
+)
+def test_spoiled_files_are_named(folder, spoil, message):
+    spoil(folder)
+    with pytest.raises(InputError) as caught:
+        data.load(config(folder))
+    assert message.format(folder=folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused(folder):
+    with pytest.raises(InputError, match=r"model\.arguments\.vocab_size: expected at least \d+, for the words of .*, found 100; raise it"):
+        data.load(config(folder, model={"vocab_size": 100}))

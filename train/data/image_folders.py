@@ -1,0 +1,176 @@
+"""Folders of images, one folder per class, found in a fixed order and split into those for training and those for validation."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from jpipe import InputError
+from train.config.vision_config import ImagesData
+from train.console import interrupt
+from train.console.terminal import count
+from train.data import sources
+from train.data.image_rows import FOLDER, reason_not_to_decode
+from train.data.rows import THREADS
+
+ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+"""Of the names of images, in lower or upper case."""
+
+_SHAPE = "give a folder that holds a folder of images for each class"
+_SAMPLED = 16  # files whose bytes are compared between processes
+_NAMED = 5  # of the images that do not decode
+
+
+@dataclass(frozen=True)
+class Images:
+    """Some images and their classes.
+
+    Attributes:
+        root: the folder.
+        names: of the files, below it; each begins with its class.
+        labels: the number of the class of each.
+        classes: their names.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    labels: Int32[np.ndarray, " n"]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def file(self, number: int) -> Path:
+        """The path of one of them."""
+        return self.root / self.names[number]
+
+    def some(self, numbers: Sequence[int]) -> "Images":
+        """Only these."""
+        return replace(self, names=tuple(self.names[i] for i in numbers), labels=self.labels[np.asarray(numbers, np.int64)])
+
+    def digest(self) -> str:
+        """Of all names, and of the bytes of some files."""
+        found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
+        with sources.readable(FOLDER):
+            for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
+                found.update(self.file(number).read_bytes())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: held out.
+        source: a phrase that says where they come from.
+        remarks: what was left out, in words.
+    """
+
+    train: Images
+    validation: Images
+    source: str
+    remarks: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Of both."""
+        return self.train.digest() + self.validation.digest()
+
+
+def read(arguments: ImagesData) -> Split:
+    """The images of a folder. With `skip_broken` all of them are decoded once, to leave out those that do not decode.
+
+    Raises:
+        InputError: a folder is missing, holds no or one class, or a class without an image; a class is only in the folder for validation.
+    """
+    found, remarks = find(arguments.folder, FOLDER)
+    if arguments.validation_folder is not None:
+        held_out, more = find(arguments.validation_folder, "data.arguments.validation_folder", found.classes)
+        parts, remarks = [found, held_out], [*remarks, *more]
+    else:
+        names = sources.validation_names(found.names, arguments.validation_fraction)
+        apart = [[i for i, name in enumerate(found.names) if (name in names) == is_held_out] for is_held_out in (False, True)]
+        parts = [found.some(numbers) for numbers in apart]
+    if arguments.skip_broken:
+        parts, more = _without_broken(parts)
+        remarks += more
+    return Split(parts[0], parts[1], f"'{arguments.folder}'", tuple(remarks))
+
+
+def find(path: str, where: str, classes: tuple[str, ...] | None = None) -> tuple[Images, list[str]]:
+    """The images of a folder, and lines that say what was left out.
+
+    Args:
+        path: the folder.
+        where: the key that names it, for messages.
+        classes: those that may be there; None: the folders that are there, in alphabetical order, at least two.
+
+    Raises:
+        InputError: there is no such folder, or something is missing in it.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        found = f"'{path}' is a file" if root.exists() else f"'{path}' does not exist"
+        raise InputError(f"{where}: {found}; {_SHAPE}")
+    with sources.readable(where):
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        there = tuple(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        _check_folders(path, where, there, classes, len(entries))
+        names: list[str] = []
+        labels: list[int] = []
+        others: list[str] = []
+        for name in there:
+            own, other = _files(root, name)
+            if not own:
+                raise InputError(f"{where}: expected an image in each class, found none in '{root / name}'; fill the folder, or remove it")
+            names += own
+            others += other
+            labels += [(classes or there).index(name)] * len(own)
+    remarks = []
+    if others:
+        remarks = [f"{count(len(others), 'file')} left out whose name is not that of an image, the first is '{root / others[0]}'"]
+    return Images(root, tuple(names), np.asarray(labels, np.int32), classes or there), remarks
+
+
+def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple[str, ...] | None, entries: int) -> None:
+    if not there:
+        what = "it is empty" if not entries else f"found none among {entries} files"
+        raise InputError(f"{where}: expected a folder for each class in '{path}', {what}; {_SHAPE}")
+    if classes is None and len(there) == 1:
+        raise InputError(f"{where}: expected at least two classes in '{path}', found one folder, '{there[0]}'; {_SHAPE}")
+    if classes is not None and (unknown := sorted(set(there) - set(classes))):
+        raise InputError(
+            f"{where}: expected classes that {FOLDER} has, too, found {len(unknown)} others in '{path}', the first is '{unknown[0]}'; "
+            "remove them, or add them there"
+        )
+
+
+def _files(root: Path, name: str) -> tuple[list[str], list[str]]:
+    """The files of a class, below `root`: its images, and others. Hidden ones are left out."""
+    found: tuple[list[str], list[str]] = [], []
+    for folder, subfolders, files in os.walk(root / name):
+        interrupt.check()
+        subfolders[:] = sorted(sub for sub in subfolders if not sub.startswith("."))
+        for file in sorted(file for file in files if not file.startswith(".")):
+            path = Path(folder, file)
+            found[path.suffix.lower() not in ENDINGS].append(path.relative_to(root).as_posix())
+    return found
+
+
+def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
+    """The images that decode, and a line that counts and names those that do not."""
+    whole: list[Images] = []
+    broken: list[str] = []
+    for part in parts:
+        reasons = list(THREADS.map(reason_not_to_decode, map(part.file, range(len(part)))))
+        broken += [f"'{part.file(i)}' ({reason})" for i, reason in enumerate(reasons) if reason]
+        whole.append(part.some([i for i, reason in enumerate(reasons) if not reason]))
+    if not broken:
+        return whole, []
+    more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+    return whole, [f"{count(len(broken), 'image')} left out that cannot be decoded: {', '.join(broken[:_NAMED])}{more}"]
