@@ -85,7 +85,9 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         model,
         "layers",
-        lambda config, computes=None, chunk=None: None if config.target else ((repr(config), computes, chunk), model.built_in.layers),
+        lambda config, rows, computes=None, chunk=None: (
+            None if config.target and not config.is_built_in else ((repr(config), rows, computes, chunk), model.built_in.layers)
+        ),
     )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build

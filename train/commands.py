@@ -421,7 +421,7 @@ def make(
     """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
 
     Args:
-        name: images: simple shapes, a folder of PNG files per class.
+        name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
         out: The folder, a new one; by default samples/NAME.
         seed: Of what is drawn.
     """

@@ -60,7 +60,7 @@ class Crops:
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
                 left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-                return left, top, left + w, top + h
+                return float(left), float(top), float(left + w), float(top + h)
         w, h = min(width, round(height * _LONGEST)), min(height, round(width * _LONGEST))
         return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
 

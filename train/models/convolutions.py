@@ -6,6 +6,7 @@ The letters in the shapes: b rows, h and w pixels, c channels.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -108,4 +109,5 @@ class Classifier(nnx.Module):
 
 def average_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
     """The mean of 3 × 3 pixels around each, of zeros beyond the edge."""
-    return nnx.avg_pool(x, (3, 3), (1, 1), ((1, 1),) * 2)
+    with jax.numpy_dtype_promotion("standard"):  # Flax divides by an integer
+        return nnx.avg_pool(x, (3, 3), (1, 1), ((1, 1),) * 2)

@@ -93,7 +93,7 @@ def in_shards(name: str, to: Path) -> Path:
 
 def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
     """The model that a folder describes, and its parameters by name."""
-    stack = layers(ModelConfig(**huggingface.read(folder).keys, seq_len=LENGTH))
+    stack = layers(ModelConfig(**huggingface.read(folder).keys, seq_len=LENGTH), 1)
     source = folder_of.source(folder, **options)
     names = {layer_id: [name for name in source.specs if name.startswith(f"{layer_id}/")] for layer_id in stack.ids}
     return stack, {name: array for part in source.read(names) for name, array in part.items()}

@@ -166,7 +166,7 @@ def test_fresh_weights_are_those_that_the_run_begins_with(tmp_path):
     writing.main(str(config), str(tmp_path / "out"), None, print)
     stack, arrays = folders.read(tmp_path / "out")
     settings = config_file.load(config)
-    ours = layers(settings.model)
+    ours = layers(settings.model, settings.train.batch_size)
     inputs = jnp.zeros((1, settings.model.seq_len), jnp.int32)
     for layer_id, spec in ours.specs(inputs).items():
         fresh = jax.jit(
