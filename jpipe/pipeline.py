@@ -188,7 +188,7 @@ class Pipeline:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that do not exist; parameters that the model does not have, or of
+            InputError: as `check`; a key of another kind; devices that do not exist; another plan than other processes have; parameters that the model does not have, or of
                 another shape or dtype; another array in the second place of a tie than in the first.
         """
         key = as_key(key)

@@ -58,6 +58,8 @@ class Executor:
         places: Sequence[Place],
         processes: Processes | None,
     ) -> None:
+        if processes is not None:  # another mesh, say, would be noticed only when shapes of messages differ
+            processes.agree({"plan": plan.to_json()})
         self.functions, self.spec = functions, spec
         self._plan, self._steps, self._processes = plan, steps, processes
         own = {w: (functions[s], places[w]) for w, (s, _) in enumerate(plan.workers) if places[w].process_index == jax.process_index()}

@@ -176,6 +176,21 @@ def refusal() -> str:
     return ""
 
 
+def disagreement() -> str:
+    """What is said where each process has another mesh."""
+    import jax
+
+    from jpipe import InputError
+
+    mesh = {"data": 2, "model": 2} if jax.process_index() else {"data": 4}
+    pipe, batches = pipeline({"num_stages": 2, "schedule": "gpipe", "microbatches": 1, "mesh": mesh})
+    try:
+        pipe.init(jax.random.key(7), batches[0])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def save_copies(folder: Path) -> dict[str, np.ndarray]:
     """Save a run with shared parameters, and once more after one copy has changed: the checkpoints that are there, and what is said."""
     import jax
@@ -207,6 +222,7 @@ def train_all(group: str, count: int, file: str) -> None:
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
+        found |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
         found |= save_copies(Path(file).parent) if "tied" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
