@@ -188,8 +188,9 @@ class Pipeline:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that do not exist; another plan than other processes have; parameters that the model does not have, or of
-                another shape or dtype; another array in the second place of a tie than in the first.
+            InputError: as `check`; a key of another kind; devices that do not exist; another plan than the other processes have;
+                parameters that the model does not have, or of another shape or dtype; another array in the second place of a tie than in
+                the first.
         """
         key = as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
