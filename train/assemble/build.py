@@ -173,7 +173,7 @@ def check_carried(plan: jpipe.Plan, model: ModelConfig) -> None:
     """Refuse replicas of a stage whose layers carry a state of each row from batch to batch: each would keep those of other rows."""
     if model.carries and max(plan.replicas) > 1:
         raise jpipe.InputError(
-            f"plan: replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
+            f"plan.replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
             f"found {max(plan.replicas)}; use more stages instead"
         )
 

@@ -34,7 +34,7 @@ class Captions:
     """
 
     files: list[Path]
-    captions: list[Int32[np.ndarray, " n"]]
+    captions: list[np.ndarray]
     end: int
     sizes: CaptionsData
 

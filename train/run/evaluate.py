@@ -231,6 +231,9 @@ def _tell(config: Config, request: Request, found: Found, source: str, reporter:
     if unit == "nats per byte":
         rows["bits per byte"] = found.loss / math.log(2)
     rows |= found.metrics
+    for name, metric in config.eval.metrics.items():
+        if metric == "cross_entropy" and "perplexity" not in rows:
+            rows["perplexity"] = math.exp(min(found.metrics[name], 700.0))
     reporter.table(("", f"over {found.labels:,.10g} {_labels(config)}"), [(name, f"{value:.6g}") for name, value in rows.items()])
 
 
