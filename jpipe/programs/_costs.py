@@ -42,13 +42,14 @@ class StageCost:
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
-        optimizer: optimizer state.
+        optimizer: optimizer state; where replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the stage before keeps, too. If both are on one rank, they are there once.
+        updated: with `Plan.shard_optimizer`, of one version what each replica updates and gives to the others; else nothing.
     """
 
     forward: float = 1.0
@@ -72,6 +73,7 @@ class StageCost:
     squares: int = 0
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
+    updated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,23 @@ def sum_layer_costs(
             )
         )
     return _with_shared(plan, costs, shared)
+
+
+def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
+    """Which replica keeps the optimizer state of each of these parts of a stage: the largest first, each to who has the least so far.
+
+    Args:
+        sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
+        replicas: how many there are.
+
+    Returns:
+        The replica of each part.
+    """
+    held, owners = [(0, 0)] * replicas, [0] * len(sizes)
+    for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):
+        owner = owners[part] = min(range(replicas), key=held.__getitem__)
+        held[owner] = (held[owner][0] + sizes[part][0], held[owner][1] + sizes[part][1])
+    return owners
 
 
 def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:
