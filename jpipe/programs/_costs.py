@@ -238,7 +238,20 @@ def sum_layer_costs(
                 temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )
+    if plan.shard_optimizer:
+        costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, costs, shared)
+
+
+def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """The cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    if stage.replicas == 1:
+        return cost
+    sizes = [(layers[layer_id].optimizer, layers[layer_id].weights) for layer_id in stage.layers]
+    held = [[0, 0] for _ in range(stage.replicas)]
+    for owner, (optimizer, weights) in zip(deal(sizes, stage.replicas), sizes, strict=True):
+        held[owner] = [held[owner][0] + optimizer, held[owner][1] + weights]
+    return replace(cost, optimizer=max(optimizer for optimizer, _ in held), updated=tuple(weights for _, weights in held))
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
