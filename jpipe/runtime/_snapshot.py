@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.meshes._place import Place
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Forward, ForwardBackward, Update
