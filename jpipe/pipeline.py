@@ -43,6 +43,7 @@ from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
+from jpipe.stages._shares import shares_of, with_shares
 
 Tree = Any
 
@@ -72,7 +73,7 @@ class Pipeline:
             loss scale implies it.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
-            At least 0 and below 1.
+            At least 0 and below 1; not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
 
     Raises:
@@ -111,7 +112,7 @@ class Pipeline:
         plan.check_layers(stack.ids)
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
-        check_ema_decay(ema_decay)
+        check_ema_decay(ema_decay, plan)
         if plan.order is not None:
             lower(plan, 1)  # refuses one that deadlocks before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
@@ -221,10 +222,7 @@ class Pipeline:
         """
         key = as_key(key)
         executor = self._compile(batch)
-        workers = [
-            restored_worker(self.plan, w, stage.functions, layers, at, key, stage.place, fresh_optimizer)
-            for w, stage in executor.stages.items()
-        ]
+        workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
@@ -240,9 +238,9 @@ class Pipeline:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         functions = self._functions(batch)
-        for w, (s, _) in enumerate(self.plan.workers):
+        for w, (s, replica) in enumerate(self.plan.workers):
             if self.places[w].process_index == jax.process_index():
-                fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
+                fitting(self.plan, w, functions[s], shares_of(self.plan, functions[s])[replica], layers, at, fresh_optimizer)
 
     def snapshot(self, batch: int) -> Snapshot:
         """What a checkpoint of this run before `batch` is taken with; see `Snapshot`. `init` or `restore` comes first.
@@ -254,7 +252,7 @@ class Pipeline:
             raise InputError(f"snapshot: expected the number of a batch, 0 or more, found {batch!r}")
         if self._executor is None:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
-        return Snapshot(self.plan, batch, {w: stage.functions for w, stage in self._executor.stages.items()})
+        return Snapshot(self.plan, batch, self._executor.stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -353,7 +351,8 @@ class Pipeline:
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
-        are in flight, a copy of the state is drained, and the masters are those after its last update.
+        are in flight, a copy of the state is drained, and the masters are those after its last update. With `Plan.shard_optimizer` the
+        masters of a layer are in the process of the replica that updates it.
 
         Args:
             state: any state that is not consumed.
@@ -382,15 +381,18 @@ class Pipeline:
         """
         functions = self._functions(batch)
         splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
+        shares = [shares_of(self.plan, f) for f in functions]
         compiled: dict[int, CompiledStage] = {}
         for w, stage in {} if self._executor is None else self._executor.stages.items():
             compiled[self.plan.workers[w][0]] = stage
         if compiled_for is not None:
             places = places_on(compiled_for, [f.partition.mesh for f in functions])
-            compiled = dict(enumerate(compile_stages(self.plan, functions, self._steps.verified_runs, places)))
+            firsts = [share for share, *_ in shares]
+            compiled = dict(enumerate(compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)))
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
+        costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
         for stages in self.plan.rank_stages:
             for s in stages:
                 if s + 1 in stages:
@@ -445,7 +447,7 @@ def _fresh_worker(
         fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
-    version, optimizer, accumulators = compile_start(f, stage.place)(entries)
+    version, optimizer, accumulators = compile_start(f, stage.place, stage.share)(entries)
     state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())

@@ -126,7 +126,11 @@ class Transport:
         key = i.worker, i.to, i.message
         if i.to in self._local:
             target = self._targets[key]
-            self._mailbox[i.to, i.message, k] = tree if target is None else jax.device_put(tree, target)
+            if target is not None:
+                tree = jax.device_put(tree, target)
+            elif i.message == "weights":  # both workers will write into them
+                tree = jax.tree.map(jnp.copy, tree)
+            self._mailbox[i.to, i.message, k] = tree
             return
         words, on = _Words(i, k), (self._places[i.to].process_index,)
         for pair, pieces in self._routes[key].cut(tree).items():
@@ -237,6 +241,8 @@ class Transport:
     ) -> Tree:
         """What `join` makes of the results of these transfers, by lane."""
         assert self._processes is not None
+        if not calls:  # a message without arrays
+            return join({})
         if not self._threads:
             return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
         self._processes.check()

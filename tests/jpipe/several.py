@@ -49,6 +49,15 @@ CASES: dict[str, dict[str, dict]] = {
         "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "microbatches": 3, "chunks_per_rank": 2},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
+        "shared optimizer": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "shard_optimizer": True,
+            "clip": 3.0,
+        },
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "2, meshes": {
@@ -81,6 +90,15 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": {"model": 2},
             "placement": [[0, 4], [2, 6]],
         },
+        "shared optimizer on meshes": {
+            "num_stages": 2,
+            "schedule": "gpipe",
+            "microbatches": 4,
+            "replicas": 2,
+            "mesh": {"model": 2},
+            "placement": [[0, 4], [2, 6]],
+            "shard_optimizer": True,
+        },
     },
     "4, meshes": {
         "flush of 4 on meshes": {"num_stages": 4, "schedule": "pipedream_flush", "microbatches": 3, "mesh": {"model": 2}, "clip": 3.0},
@@ -101,7 +119,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
-INLINE = ("2bw", "round_robin", "unlike")
+INLINE = ("2bw", "round_robin", "unlike", "shared optimizer")
 """Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
