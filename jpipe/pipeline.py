@@ -412,6 +412,12 @@ class Pipeline:
         """The device of each worker, of a mesh the first one."""
         return tuple(place.first for place in self.places)
 
+    @property
+    def transfers(self) -> str | None:
+        """How messages go between processes: by "collectives" of jpipe's own, or by JAX's "device_put" where a probe at the start found
+        that it works between all of them. None in a run of one process, and before `init` or `restore`."""
+        return None if self._executor is None else self._executor.transfers
+
     # Inside ------------------------------------------------------------------------------------------------------------
 
     def _functions(self, batch: Batch) -> list[StageFunctions]:

@@ -79,8 +79,13 @@ class Executor:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
         if self._processes is not None:
             self._processes.barrier(f"{self._exchange.name}: compiled")
-            self._transport.connect()
+            self._transport.connect(self._exchange.name)
             self._processes.barrier(f"{self._exchange.name}: connected")
+
+    @property
+    def transfers(self) -> str | None:
+        """How messages go between processes, as `Transport.way`; None in a run of one process."""
+        return None if self._processes is None else self._transport.way
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int) -> State:
         """The state before `batch` of a pipeline that was last empty before batch `start`."""
