@@ -1,7 +1,7 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, overload
 
@@ -32,7 +32,7 @@ from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import Evaluation, Metrics
-from jpipe.runtime._placement import checked_devices, place, place_names, places_on
+from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
@@ -364,7 +364,9 @@ class Pipeline:
         check_weights(weights, self.ema_decay)
         return self._running(state).params(state, weights)
 
-    def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
+    def costs(
+        self, batch: Batch, *, compiled_for: jax.Device | None = None, stages: Collection[int] | None = None
+    ) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
@@ -375,6 +377,7 @@ class Pipeline:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind.
+            stages: with `compiled_for`, compile only these; all by default. The temporaries of the others are 0.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
@@ -386,16 +389,17 @@ class Pipeline:
         for w, stage in {} if self._executor is None else self._executor.stages.items():
             compiled[self.plan.workers[w][0]] = stage
         if compiled_for is not None:
-            places = places_on(compiled_for, [f.partition.mesh for f in functions])
+            wanted = range(self.plan.depth) if stages is None else stages
+            places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
             firsts = [share for share, *_ in shares]
-            compiled = dict(enumerate(compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)))
+            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for stages in self.plan.rank_stages:
-            for s in stages:
-                if s + 1 in stages:
+        for own in self.plan.rank_stages:
+            for s in own:
+                if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
                     costs[s + 1] = dataclasses.replace(costs[s + 1], passed=passed)
         for s, stage in compiled.items():

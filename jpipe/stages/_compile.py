@@ -164,9 +164,14 @@ def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[st
 
 
 def _compile_in_turns(
-    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]], counts: Sequence[int]
+    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]],
+    counts: Sequence[int],
+    before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give."""
+    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give.
+
+    `before` are calls that are lowered already, for nothing chosen.
+    """
     found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
     for turn in (*_CHOOSING, None):
@@ -174,7 +179,8 @@ def _compile_in_turns(
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
                 if name not in found[i] and (turn is None or (place.mesh and name == turn)):
-                    lowered[i, name] = _lower_call(f, place, name, counts, dict(chosen[i]), share)
+                    known = before[i].get(name) if before and not chosen[i] else None
+                    lowered[i, name] = known or _lower_call(f, place, name, counts, dict(chosen[i]), share)
         for (i, name), call in zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True):
             found[i][name] = call
             if turn is not None:
@@ -205,9 +211,13 @@ def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Los
 
 
 def compile_stages(
-    plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], places: Sequence[Place], shares: Sequence[Share | None]
-) -> tuple[CompiledStage, ...]:
-    """Each stage with what its workers call, but for evaluations, compiled for its place, only to be looked at; equal ones once.
+    plan: Plan,
+    functions: Sequence[StageFunctions],
+    programs: Iterable[Program],
+    places: Mapping[int, Place],
+    shares: Sequence[Share | None],
+) -> dict[int, CompiledStage]:
+    """The stages that have a place, with what their workers call, but for evaluations, compiled only to be looked at; equal ones once.
 
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`.
     """
@@ -216,13 +226,14 @@ def compile_stages(
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
     counts = [len(f.counted) for f in functions]
-    texts = {}
-    for s, (f, place) in enumerate(zip(functions, places, strict=True)):
-        texts[s] = place, tuple(_lower_call(f, place, name, counts, {}, shares[s]).as_text() for name in sorted(names[s]))
+    lowered, texts = {}, {}
+    for s, place in places.items():
+        lowered[s] = {name: _lower_call(functions[s], place, name, counts, {}, shares[s]) for name in sorted(names[s])}
+        texts[s] = place, tuple(call.as_text() for call in lowered[s].values())
     distinct = {text: s for s, text in reversed(texts.items())}
     stages = [(functions[s], places[s], shares[s], sorted(names[s])) for s in distinct.values()]
-    compiled = dict(zip(distinct, _compile_in_turns(stages, counts), strict=True))
-    return tuple(CompiledStage(f, places[s], compiled[texts[s]], shares[s]) for s, f in enumerate(functions))
+    compiled = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()]), strict=True))
+    return {s: CompiledStage(functions[s], place, compiled[texts[s]], shares[s]) for s, place in places.items()}
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
