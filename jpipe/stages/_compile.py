@@ -339,7 +339,7 @@ def trace_call(
     if name in (*_COMPUTATIONS, *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
-    if place.mesh:
+    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
         options["out_shardings"] = shardings_of(outputs)
     return jax.jit(function, **options).trace(*call.inputs)
 
