@@ -8,10 +8,10 @@ from train.config.section import BuiltIn
 
 MODELS: Mapping[str, BuiltIn] = MappingProxyType(
     {
-        "alexnet": BuiltIn(vision_config.Alexnet, "train.models.vgg:alexnet"),
-        "vgg16": BuiltIn(vision_config.Vgg16, "train.models.vgg:vgg16"),
-        "resnet50": BuiltIn(vision_config.Resnet50, "train.models.resnet:layers"),
-        "inception_v3": BuiltIn(vision_config.InceptionV3, "train.models.inception:layers"),
+        "alexnet": BuiltIn(vision_config.Alexnet, "train.models.images.vgg:alexnet"),
+        "vgg16": BuiltIn(vision_config.Vgg16, "train.models.images.vgg:vgg16"),
+        "resnet50": BuiltIn(vision_config.Resnet50, "train.models.images.resnet:layers"),
+        "inception_v3": BuiltIn(vision_config.InceptionV3, "train.models.images.inception:layers"),
         "gnmt": BuiltIn(sequence_config.Gnmt, "train.models.gnmt:layers"),
         "awd_lm": BuiltIn(sequence_config.AwdLm, "train.models.awd_lm:layers", carries=True),
         "s2vt": BuiltIn(sequence_config.S2vt, "train.models.s2vt:layers"),

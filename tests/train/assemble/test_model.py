@@ -411,7 +411,10 @@ def test_layers_that_do_not_fit_are_told(capsys):
         ({"data": {"target": "a:b", "path": "x"}}, "data: path would mean nothing to 'a:b'"),
         ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len would mean nothing beside model.target and"),
         ({"model": {"arguments": {"x": 1}}}, "model: arguments are those of a target, and there is none; name one as module:function"),
-        ({"model": {"target": "a.b"}}, "model.target: expected module:function, such as my_models:conv_net, found 'a.b'"),
+        (
+            {"model": {"target": "a.b"}},
+            "model.target: expected module:function or one of alexnet, vgg16, resnet50, inception_v3, gnmt, awd_lm, s2vt, found 'a.b'",
+        ),
         ({"model": {"target": "a:b; import os"}}, "model.target: expected module:function, such as my_models:conv_net, found 'a:b; import"),
         ({"loss": {"target": ":b"}}, "loss.target: expected module:function"),
         ({"model": {"target": "a:b", "arguments": [1]}}, "model.arguments: expected a valid dictionary, found [1]"),

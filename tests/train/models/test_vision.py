@@ -13,8 +13,8 @@ from jpipe import InputError
 from tests.train.models.running import applied, params_of
 from train.assemble.model import layers
 from train.config.config import Config, ModelConfig
-from train.models import inception, resnet
-from train.models.convolutions import Conv, average_pool
+from train.models.images import inception, resnet
+from train.models.images.convolutions import Conv, average_pool
 
 LATE = pytest.mark.slow  # tracing so many layers takes seconds
 PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resnet50", 25_557_032, marks=LATE),

@@ -2,9 +2,10 @@
 
 import sys
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import NonCallableMock
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -147,7 +148,8 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypat
     plan = jpipe.Plan.even("abcdef", 6, "zb_v", 6)
     stack = jpipe.LayerStack(dict.fromkeys(plan.layers, jnp.tanh))
     pipe = jpipe.Pipeline(stack, plan, lambda outputs, labels: (outputs.sum(), 1), optax.sgd(0.1))
-    vars(pipe)["devices"] = tuple(types.SimpleNamespace(process_index=homes[rank]) for rank in plan.rank_of)
+    devices = [NonCallableMock(spec=jax.Device, process_index=homes[rank]) for rank in plan.rank_of]
+    vars(pipe)["places"] = tuple(jpipe.meshes.Place((device,)) for device in devices)
     spans = [(jpipe.programs.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
     samples = [(jpipe.programs.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
     everyone: list[Told] = []

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 import jpipe
 from train.config.vision_config import InceptionV3
-from train.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool
+from train.models.images.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool
 
 Step = Conv | Callable[[Any], Any] | tuple[Conv, Conv]
 """Of a branch: a convolution, a pooling, or two convolutions of the same input, put beside each other."""
@@ -95,7 +95,7 @@ class Mixed(nnx.Module):
 
 
 def layers(arguments: InceptionV3, batch_size: int) -> jpipe.LayerStack:
-    """The layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors; see `train.models.vgg.alexnet`."""
+    """The layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors; see `train.models.images.vgg.alexnet`."""
     found: dict[str, Any] = {}
     inputs = 3
     for layer_id, published in LAYERS.items():

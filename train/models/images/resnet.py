@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 import jpipe
 from train.config.vision_config import Resnet50
-from train.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels
+from train.models.images.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels
 
 BLOCKS = 3, 4, 6, 3
 """How many blocks have 64, 128, 256 and 512 channels inside, and four times as many outside."""
@@ -49,7 +49,7 @@ class Block(nnx.Module):
 
 
 def layers(arguments: Resnet50, batch_size: int) -> jpipe.LayerStack:
-    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors; see `train.models.vgg.alexnet`."""
+    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors; see `train.models.images.vgg.alexnet`."""
     inputs = channels(64, arguments.width)
     found: dict[str, Any] = {"conv1": partial(Stem, inputs)}
     for group, count in enumerate(BLOCKS):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jpipe
 from train.config.vision_config import Alexnet, Vgg16
-from train.models.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, channels
+from train.models.images.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, channels
 
 Convolutions = tuple[tuple[str, Conv, MaxPool | None], ...]
 """The id of each layer, what it is like, and how it is pooled."""
