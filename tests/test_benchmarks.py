@@ -373,6 +373,14 @@ def layer_profile(n, forward, size):
     return {"id": f"layer {n}", "weights": size, "optimizer": size, "at": at}
 
 
+def placements(replicas, count):
+    """All cuts of so many layers into stages with these replicas."""
+    firsts = (0, *itertools.accumulate(replicas))
+    for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
+        pieces = itertools.pairwise((0, *cuts, count))
+        yield [Placed(*piece, first, own) for piece, first, own in zip(pieces, firsts, replicas, strict=False)]
+
+
 def test_the_cuts_for_given_replicas_are_the_fastest():
     random = np.random.default_rng(0)
     costs = [
@@ -381,17 +389,13 @@ def test_the_cuts_for_given_replicas_are_the_fastest():
     ]
     problem = Problem(costs, Topology.flat(4, 1.0))
     for replicas in stages.configurations(4):
-        firsts = (0, *itertools.accumulate(replicas))
-        every = [
-            evaluate(
-                problem,
-                [
-                    Placed(*piece, first, own)
-                    for piece, first, own in zip(itertools.pairwise((0, *cuts, 6)), firsts, replicas, strict=False)
-                ],
-            )
-            for cuts in itertools.combinations(range(1, 6), len(replicas) - 1)
-        ]
+        every = [evaluate(problem, placed) for placed in placements(replicas, 6)]
         assert stages.best_cuts(problem, replicas).seconds == min(one.seconds for one in every)
     assert stages.best_pipeline(problem).seconds == min(stages.best_cuts(problem, one).seconds for one in stages.configurations(4))
+    sent = [
+        stages.bytes_per_sample(problem, evaluate(problem, placed), 1)
+        for replicas in stages.configurations(4)
+        for placed in placements(replicas, 6)
+    ]
+    assert stages.bytes_per_sample(problem, stages.least_bytes(problem), 1) == pytest.approx(min(sent))
     assert stages.best_cuts(Problem(costs[:2], Topology.flat(4, 1.0)), (2, 1, 1)) is None

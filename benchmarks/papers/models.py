@@ -116,12 +116,13 @@ def pipedream_profile(name: str) -> Profile:
 
 @functools.cache
 def transformer_profile(name: str, sizes: tuple[int, ...], policies: tuple[str, ...]) -> Profile:
-    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers. Its embedding and its head share no weights.
+    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers. Its embedding and its head count as if they share nothing.
 
     Blocks are equal, so a model of two blocks is profiled, and as many are put in their place.
     """
-    keys = {**PRESETS[TRANSFORMERS[name]["preset"]], **TRANSFORMERS[name], "tied": False}
+    keys = {**PRESETS[TRANSFORMERS[name]["preset"]], **TRANSFORMERS[name]}
     del keys["preset"]
+    keys["tied"] = keys.get("kind") == "bert"  # which is always tied; `with_blocks` leaves it out
     config = ModelConfig(**{**keys, "depth": 2})
 
     def rows(count: int) -> Any:

@@ -86,6 +86,22 @@ def best_pipeline(problem: Problem) -> Partition:
     return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
 
 
+def least_bytes(problem: Problem) -> Partition:
+    """The partition of at least two stages that sends the fewest bytes; of a few devices only, because it tries all replicas and cuts."""
+    count, devices = len(problem.layers), problem.topology.num_devices
+    summed = [0, *itertools.accumulate(layer.summed for layer in problem.layers)]
+    best: tuple[float, list[Placed]] = math.inf, []
+    for replicas in configurations(devices):
+        firsts = (0, *itertools.accumulate(replicas))
+        for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
+            ends = zip((0, *cuts), (*cuts, count), firsts, replicas, strict=False)
+            placed = [Placed(start, stop, first, own) for start, stop, first, own in ends]
+            sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
+            sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch
+            best = min(best, (sent, placed), key=lambda found: found[0])
+    return evaluate(problem, best[1])
+
+
 def name_of(partition: Partition) -> str:
     """`15-1`: the replicas of each stage; `straight`: more than one stage, none of them replicated."""
     replicas = [stage.replicas for stage in partition.stages]
