@@ -116,7 +116,7 @@ def pipedream_profile(name: str) -> Profile:
 
 @functools.cache
 def transformer_profile(name: str, sizes: tuple[int, ...], policies: tuple[str, ...]) -> Profile:
-    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers. Its embedding and its head count as if they share nothing.
+    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers; embedding and head share no weights.
 
     Blocks are equal, so a model of two blocks is profiled, and as many are put in their place.
     """
