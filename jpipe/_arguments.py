@@ -61,9 +61,14 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Pr
             raise InputError(f"{option}: {why}")
 
 
-def check_ema_decay(ema_decay: Any) -> None:
+def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
     if ema_decay is not None and not (_is_number(ema_decay) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
+    if ema_decay is not None and plan.shard_optimizer:
+        raise InputError(
+            f"ema_decay: expected none with shard_optimizer, found {ema_decay!r}; the average is in the optimizer state, of which each "
+            "replica has a part, but an evaluation with it needs all of it: leave out one of them"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, overload
 
@@ -32,7 +32,7 @@ from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import Evaluation, Metrics
-from jpipe.runtime._placement import checked_devices, place, place_names, places_on
+from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
@@ -43,6 +43,7 @@ from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
+from jpipe.stages._shares import shares_of, with_shares
 
 Tree = Any
 
@@ -72,7 +73,7 @@ class Pipeline:
             loss scale implies it.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
-            At least 0 and below 1.
+            At least 0 and below 1; not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
 
     Raises:
@@ -111,7 +112,7 @@ class Pipeline:
         plan.check_layers(stack.ids)
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
-        check_ema_decay(ema_decay)
+        check_ema_decay(ema_decay, plan)
         if plan.order is not None:
             lower(plan, 1)  # refuses one that deadlocks before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
@@ -188,8 +189,9 @@ class Pipeline:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that do not exist; parameters that the model does not have, or of
-                another shape or dtype; another array in the second place of a tie than in the first.
+            InputError: as `check`; a key of another kind; devices that do not exist; another plan than the other processes have;
+                parameters that the model does not have, or of another shape or dtype; another array in the second place of a tie than in
+                the first.
         """
         key = as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
@@ -220,10 +222,7 @@ class Pipeline:
         """
         key = as_key(key)
         executor = self._compile(batch)
-        workers = [
-            restored_worker(self.plan, w, stage.functions, layers, at, key, stage.place, fresh_optimizer)
-            for w, stage in executor.stages.items()
-        ]
+        workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
@@ -239,9 +238,9 @@ class Pipeline:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         functions = self._functions(batch)
-        for w, (s, _) in enumerate(self.plan.workers):
+        for w, (s, replica) in enumerate(self.plan.workers):
             if self.places[w].process_index == jax.process_index():
-                fitting(self.plan, w, functions[s], layers, at, fresh_optimizer)
+                fitting(self.plan, w, functions[s], shares_of(self.plan, functions[s])[replica], layers, at, fresh_optimizer)
 
     def snapshot(self, batch: int) -> Snapshot:
         """What a checkpoint of this run before `batch` is taken with; see `Snapshot`. `init` or `restore` comes first.
@@ -253,7 +252,7 @@ class Pipeline:
             raise InputError(f"snapshot: expected the number of a batch, 0 or more, found {batch!r}")
         if self._executor is None:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
-        return Snapshot(self.plan, batch, {w: stage.functions for w, stage in self._executor.stages.items()})
+        return Snapshot(self.plan, batch, self._executor.stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
@@ -352,7 +351,8 @@ class Pipeline:
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
-        are in flight, a copy of the state is drained, and the masters are those after its last update.
+        are in flight, a copy of the state is drained, and the masters are those after its last update. With `Plan.shard_optimizer` the
+        masters of a layer are in the process of the replica that updates it.
 
         Args:
             state: any state that is not consumed.
@@ -364,7 +364,9 @@ class Pipeline:
         check_weights(weights, self.ema_decay)
         return self._running(state).params(state, weights)
 
-    def costs(self, batch: Batch, *, compiled_for: jax.Device | None = None) -> tuple[StageCost, ...]:
+    def costs(
+        self, batch: Batch, *, compiled_for: jax.Device | None = None, stages: Collection[int] | None = None
+    ) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
@@ -375,24 +377,29 @@ class Pipeline:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind.
+            stages: with `compiled_for`, compile only these; all by default. The temporaries of the others are 0.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
         """
         functions = self._functions(batch)
         splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
+        shares = [shares_of(self.plan, f) for f in functions]
         compiled: dict[int, CompiledStage] = {}
         for w, stage in {} if self._executor is None else self._executor.stages.items():
             compiled[self.plan.workers[w][0]] = stage
         if compiled_for is not None:
-            places = places_on(compiled_for, [f.partition.mesh for f in functions])
-            compiled = dict(enumerate(compile_stages(self.plan, functions, self._steps.verified_runs, places)))
+            wanted = range(self.plan.depth) if stages is None else stages
+            places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
+            firsts = [share for share, *_ in shares]
+            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
-        for stages in self.plan.rank_stages:
-            for s in stages:
-                if s + 1 in stages:
+        costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
+        for own in self.plan.rank_stages:
+            for s in own:
+                if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
                     costs[s + 1] = dataclasses.replace(costs[s + 1], passed=passed)
         for s, stage in compiled.items():
@@ -408,6 +415,12 @@ class Pipeline:
     def devices(self) -> tuple[jax.Device, ...]:
         """The device of each worker, of a mesh the first one."""
         return tuple(place.first for place in self.places)
+
+    @property
+    def transfers(self) -> str | None:
+        """How messages go between processes: by "collectives" of jpipe's own, or by JAX's "device_put" where a probe at the start found
+        that it works between all of them. None in a run of one process, and before `init` or `restore`."""
+        return None if self._executor is None else self._executor.transfers
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
@@ -444,7 +457,7 @@ def _fresh_worker(
         fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
         params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
-    version, optimizer, accumulators = compile_start(f, stage.place)(entries)
+    version, optimizer, accumulators = compile_start(f, stage.place, stage.share)(entries)
     state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())

@@ -177,8 +177,8 @@ class Plan(pydantic.BaseModel):
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.
-        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates a part of the weights, and they send
-            each other what they have updated. False by default.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
+            other what they have updated. The numbers are the same. For schedules that flush. False by default.
         placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
         predicted: what a planner expects of the plan; None: it was not asked.
@@ -491,6 +491,12 @@ def _check_meshes(plan: Plan) -> None:
             raise ValueError(f"ranks.{p}: expected {expected}, found {found_meshes}; they take turns on its devices")
     if plan.shard_optimizer and max(plan.replicas) == 1:
         raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
+    if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes:
+        names = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
+        raise ValueError(
+            f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
+            "times, while forwards go on; remove it, or use one of these"
+        )
 
 
 def mesh_rules(plan: Plan) -> dict[str, str | None]:

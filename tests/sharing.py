@@ -75,7 +75,11 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     def share(module: Any, name: str, key: Callable[..., Any]) -> None:
         patch.setattr(module, name, once(getattr(module, name), key))
 
-    share(_compile, "_lower_call", lambda f, place, name, counts, chosen: ((f.stage.layers, place, name, tuple(counts)), f, chosen))
+    share(
+        _compile,
+        "_lower_call",
+        lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
+    )
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(_builder, "check_gradients", lambda stack, layers, first, loss, labels: ((first, *layers), stack, layers, loss, labels))
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))

@@ -25,6 +25,7 @@ from jpipe import InputError
 from jpipe.checkpoints.orbax_item import Tree, item_specs, read_item, write_item
 from jpipe.checkpoints.records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
 from jpipe.files import make_folder, resolved, to_disk, write_atomically
+from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 
 def begin(folder: Path, step: int | None) -> None:
@@ -255,7 +256,7 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
         with _told_as_damaged(place / name):
             specs = item_specs(place / name)
             found |= {layer: specs[layer] for layer in item.layers}
-    return found
+    return with_optimizers(found)
 
 
 def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, verified: bool = False) -> dict[str, Tree]:
@@ -270,7 +271,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, ve
         verified: the caller has called `verify`, so that the files need not be read whole for a few layers of them.
 
     Returns:
-        `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`.
+        `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`; each layer with its optimizer state, whichever replica kept it.
 
     Raises:
         Damaged: a file that is needed is missing, cut off or changed.
@@ -282,13 +283,17 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, ve
     wanted = list(owner if ids is None else ids)
     if unknown := [layer for layer in wanted if layer not in owner]:
         raise InputError(f"{place}: expected the layer '{unknown[0]}', found {', '.join(owner)}; is it a checkpoint of this model?")
+    # What other replicas have of these layers, and what is wanted.
+    known = set(wanted)
+    needed = list(dict.fromkeys([*wanted, *(name for name in owner if layer_of(name, known) is not None)]))
     found: dict[str, Tree] = {}
-    for name in dict.fromkeys(owner[layer] for layer in wanted):
+    for name in dict.fromkeys(owner[layer] for layer in needed):
         verify_item(place / name, items[name], contents=not verified)
         with _told_as_damaged(place / name):
-            own = [layer for layer in wanted if owner[layer] == name]
+            own = [layer for layer in needed if owner[layer] == name]
             read = read_item(place / name, own)
             found |= {layer: read[layer] for layer in own}
+    found = with_optimizers(found)
     return {layer: found[layer] for layer in wanted}
 
 

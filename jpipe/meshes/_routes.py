@@ -55,11 +55,12 @@ class Route:
                     if (piece := _overlap(part, box)) is not None:
                         pair = having[number % len(having)], devices[0]
                         self.pieces.setdefault(pair, []).append(Piece(leaf, _inside(piece, part), piece))
-        self._dtypes = [leaf.dtype for leaf in self._arriving]
 
-    def spec(self, pair: Pair) -> list[jax.ShapeDtypeStruct]:
-        """What goes over the link of a pair."""
-        return [jax.ShapeDtypeStruct(_shape(piece.box), self._dtypes[piece.leaf]) for piece in self.pieces[pair]]
+    @cached_property
+    def specs(self) -> dict[Pair, list[jax.ShapeDtypeStruct]]:
+        """What goes over the link of each pair."""
+        dtypes = [leaf.dtype for leaf in self._arriving]
+        return {pair: [jax.ShapeDtypeStruct(_shape(piece.box), dtypes[piece.leaf]) for piece in own] for pair, own in self.pieces.items()}
 
     def cut(self, tree: Tree) -> dict[Pair, list[jax.Array]]:
         """A message as what goes over each link."""
@@ -96,6 +97,9 @@ class Shards:
         number = {device: i for i, device in enumerate(devices)}
         self._owned: dict[int, list[tuple[int, Box]]] = {}
         for leaf, spec in enumerate(self._leaves):
+            if len(devices) == 1:
+                self._owned.setdefault(0, []).append((leaf, tuple((0, size) for size in spec.shape)))
+                continue
             for box, having in holders(spec.sharding, spec.shape).items():
                 self._owned.setdefault(number[having[0]], []).append((leaf, box))
 

@@ -42,13 +42,14 @@ class StageCost:
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
-        optimizer: optimizer state.
+        optimizer: optimizer state; where replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the stage before keeps, too. If both are on one rank, they are there once.
+        updated: with `Plan.shard_optimizer`, of one version what each replica updates and gives to the others; else nothing.
     """
 
     forward: float = 1.0
@@ -72,6 +73,7 @@ class StageCost:
     squares: int = 0
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
+    updated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,37 @@ def sum_layer_costs(
                 temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
             )
         )
+    if plan.shard_optimizer:
+        costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, costs, shared)
+
+
+def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """The cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    if stage.replicas == 1:
+        return cost
+    sizes = [(layers[layer_id].optimizer, layers[layer_id].weights) for layer_id in stage.layers]
+    held = [[0, 0] for _ in range(stage.replicas)]
+    for owner, (optimizer, weights) in zip(deal(sizes, stage.replicas), sizes, strict=True):
+        held[owner] = [held[owner][0] + optimizer, held[owner][1] + weights]
+    return replace(cost, optimizer=max(optimizer for optimizer, _ in held), updated=tuple(weights for _, weights in held))
+
+
+def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
+    """Which replica keeps the optimizer state of each of these parts of a stage: the largest first, each to who has the least so far.
+
+    Args:
+        sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
+        replicas: how many there are.
+
+    Returns:
+        The replica of each part.
+    """
+    held, owners = [(0, 0)] * replicas, [0] * len(sizes)
+    for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):
+        owner = owners[part] = min(range(replicas), key=held.__getitem__)
+        held[owner] = (held[owner][0] + sizes[part][0], held[owner][1] + sizes[part][1])
+    return owners
 
 
 def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:

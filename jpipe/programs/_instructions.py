@@ -10,7 +10,7 @@ from typing import Literal
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient", "squares", "norm", "shared"]
+Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Send:
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
     batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
-    which the worker keeps until its update.
+    which the worker keeps until its update. With `Plan.shard_optimizer`: `weights`, what this replica has updated with that batch, to
+    another replica of its stage; the worker keeps them.
     """
 
     worker: int

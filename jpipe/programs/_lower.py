@@ -1,5 +1,6 @@
 """From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -539,6 +540,8 @@ class _Run:
                 self._finish_norm(batch, {worker.number for worker in late}, time)
             for worker in late:
                 self.updates.make(worker, time)
+        if self.plan.shard_optimizer:
+            self.listing.write(time, *_weights_to_replicas(self.plan, end - 1))
         for worker in self.workers:
             worker.clock = time
 
@@ -549,6 +552,12 @@ class _Run:
             self.listing.write(time, *distribute(self.plan, batch, holders))
         else:
             self.listing.write(time, *norm_alone(self.plan, batch))
+
+
+def _weights_to_replicas(plan: Plan, batch: int) -> list[Instruction]:
+    """What each replica has updated with a batch, to all other replicas of its stage."""
+    pairs = (pair for workers in plan.stage_workers for pair in itertools.permutations(workers, 2))
+    return [i for w, other in pairs for i in transfer(w, other, last_microbatch(plan, batch), "weights")]
 
 
 def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:

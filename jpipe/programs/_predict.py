@@ -136,6 +136,11 @@ class _Memory:
         self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.weights}
         self.most_versions = max(self.most_versions, len(self.weights))
 
+    def complete(self, version: int, size: int) -> None:
+        """Add what comes to a version, or, below 0, leave out what is still to come."""
+        self.weights = self.weights | {version: self.weights[version] + size}
+        self.add(size)
+
     def release(self, version: int) -> None:
         self.weights = {v: size for v, size in self.weights.items() if v != version}
         self.add(-self.cost.weights)
@@ -162,6 +167,8 @@ class _Worker:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
         self.memory = _Memory(cost, versions, rank)
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
+        self.updated = 0.0  # when its last update was over
+        self.whole = 0.0  # when the newest version has what other replicas have updated
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
         rank.workers.append(self)
 
@@ -170,7 +177,7 @@ class _Worker:
 
     def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
         rank = self.rank
-        starts = max(rank.clock, self.ready.pop((needs, i.microbatch), 0.0))
+        starts = max(rank.clock, self.whole, self.ready.pop((needs, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
         rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
@@ -324,12 +331,18 @@ class Predictor:
             worker.memory.add(-arrives)
         elif i.message == "shared":
             size = arrives = self._shared_bytes(worker.stage, peer.stage)
+        elif i.message == "weights":
+            size, arrives = self._updated_bytes(worker, i.worker), 0
+            peer.memory.complete(i.microbatch // self._plan.microbatches + 1, size)
         else:
             size, arrives = 0, 0
         if worker.rank is peer.rank and i.message == "activation":
             arrives -= sum(arrays.size for arrays in peer.cost.passed)
         peer.memory.add(arrives)
-        ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
+        if i.message == "weights":
+            ready = worker.updated
+        else:
+            ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
         if i.message == "shared":
             key = f"shared of stage {worker.stage}", i.microbatch
         if worker.rank is peer.rank:
@@ -338,7 +351,11 @@ class Predictor:
                 peer.passed[i.microbatch] = list(peer.cost.passed)
             return
         worker.rank.moved += size
-        peer.ready[key] = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
+        arrival = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
+        if i.message == "weights":
+            peer.whole = max(peer.whole, arrival)
+        else:
+            peer.ready[key] = arrival
 
     def _all_reduce(self, worker: _Worker, i: AllReduce) -> None:
         if self._averages_state:
@@ -367,6 +384,11 @@ class Predictor:
         """The size of the shared gradients that one stage sends to another."""
         sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
+
+    def _updated_bytes(self, worker: "_Worker", number: int) -> int:
+        """The size of the weights that a replica updates for all."""
+        updated = worker.cost.updated
+        return updated[self._plan.workers[number][1]] if updated else 0
 
     def _squares_bytes(self, s: int) -> int:
         """The size of the sums of squares of a stage and all later ones, which stage s sends on."""
@@ -399,7 +421,10 @@ class Predictor:
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
+        if cost.updated:
+            memory.complete(i.batch + 1, self._updated_bytes(worker, i.worker) - sum(cost.updated))
         worker.rank.update(worker.chunk, cost.update)
+        worker.updated = worker.rank.clock
 
     def _release(self, worker: _Worker, i: Release) -> None:
         worker.memory.release(i.version)

@@ -64,6 +64,9 @@ class Verifier:
         self._buffers: set[tuple[str, int]] = set()  # (kind, microbatch or batch)
         self._accumulated = 0  # backwards of the batch that is being accumulated
         self._sets_aside = program.sets_aside[self._stage]
+        shares = self._plan.shard_optimizer and self._replicas > 1
+        self._others = set(self._plan.stage_workers[self._stage]) - {number} if shares else set[int]()  # that update the other weights
+        self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
 
     def check(self, i: Instruction) -> None:
@@ -87,6 +90,8 @@ class Verifier:
         needed = versions_before(self._plan, self._number, self._program.end)
         if self._versions != needed:
             self._fail(f"versions {sorted(self._versions)} are left, expected {sorted(needed)}")
+        for version in sorted(self._versions):
+            self._check_whole(version, "the end")
 
     # Instructions ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +138,8 @@ class Verifier:
             self._need_norm(i.microbatch)
         elif i.message == "shared":
             self._put("shared", self._take("shared", i.microbatch))  # for other sends, until the update
+        elif i.message == "weights":
+            self._updated_with(i)
         else:
             self._take(_SENT[i.message], i.microbatch)
 
@@ -141,6 +148,11 @@ class Verifier:
             self._norms.add(i.microbatch)
         elif i.message == "shared":
             self._put(f"shared of stage {self._plan.workers[i.source][0]}", i.microbatch)
+        elif i.message == "weights":
+            missing = self._missing.get(version := self._updated_with(i), set())
+            if i.source not in missing:
+                self._fail(f"{i}: version {version} does not lack what that worker updates")
+            missing.remove(i.source)
         else:
             self._put(_RECEIVED[i.message], i.microbatch)
 
@@ -178,6 +190,7 @@ class Verifier:
         latest = max(self._versions, default=None)
         if i.batch != latest:
             self._fail(f"{i} at version {latest}, expected version {i.batch}")
+        self._check_whole(i.batch, i)
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
@@ -189,6 +202,7 @@ class Verifier:
         if i.retires is not None:
             self._free(i.retires, i)
         self._versions.add(i.batch + 1)
+        self._missing[i.batch + 1] = set(self._others)
         if len(self._versions) > self._most_versions:
             self._fail(f"{i} leaves versions {sorted(self._versions)} alive, expected at most {self._most_versions}")
 
@@ -207,6 +221,19 @@ class Verifier:
             self._fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self._versions:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
+        self._check_whole(version, i)
+
+    def _check_whole(self, version: int, where: object) -> None:
+        """Whether a version has the weights of all replicas that update some of them."""
+        if missing := self._missing.get(version):
+            self._fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
+
+    def _updated_with(self, i: Send | Receive) -> int:
+        """The version of which a message has the weights; the worker has updated its own."""
+        version = i.microbatch // self._every + 1
+        if version not in self._versions:
+            self._fail(f"{i} before version {version} is there, alive are {sorted(self._versions)}")
+        return version
 
     def _take_residuals(self, k: int) -> None:
         self._take("residuals", k)
@@ -279,6 +306,7 @@ class Verifier:
         if version not in self._versions:
             self._fail(f"{i} frees version {version}, alive are {sorted(self._versions)}")
         self._versions.remove(version)
+        self._missing.pop(version, None)
 
     def _fail(self, what: str) -> NoReturn:
         raise Violation.at(self._plan, self._number, what)

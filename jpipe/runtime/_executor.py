@@ -24,6 +24,7 @@ from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
+from jpipe.stages._shares import shares_of
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -58,11 +59,14 @@ class Executor:
         places: Sequence[Place],
         processes: Processes | None,
     ) -> None:
+        if processes is not None:  # another mesh, say, would be noticed only when shapes of messages differ
+            processes.agree({"plan": plan.to_json()})
         self.functions, self.spec = functions, spec
         self._plan, self._steps, self._processes = plan, steps, processes
-        own = {w: (functions[s], places[w]) for w, (s, _) in enumerate(plan.workers) if places[w].process_index == jax.process_index()}
+        shares = [shares_of(plan, f) for f in functions]
+        arrays = [Arrays(functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
+        own = {w: (a.functions, places[w], a.share) for w, a in enumerate(arrays) if places[w].process_index == jax.process_index()}
         self.stages = compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions])
-        arrays = [Arrays(functions[s], places[w]) for w, (s, _) in enumerate(plan.workers)]
         self._transport = Transport(places, plan.stage_workers, processes)
         self._transport.compile(_sends(plan, arrays, steps.verified_runs), _replica_sums(plan, arrays), _loads(own, arrays))
         self._exchange = MetricsExchange(
@@ -75,8 +79,13 @@ class Executor:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
         if self._processes is not None:
             self._processes.barrier(f"{self._exchange.name}: compiled")
-            self._transport.connect()
+            self._transport.connect(self._exchange.name)
             self._processes.barrier(f"{self._exchange.name}: connected")
+
+    @property
+    def transfers(self) -> str | None:
+        """How messages go between processes, as `Transport.way`; None in a run of one process."""
+        return None if self._processes is None else self._transport.way
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int) -> State:
         """The state before `batch` of a pipeline that was last empty before batch `start`."""
@@ -166,9 +175,9 @@ class Executor:
                 entries = {entry: held.masters for entry, held in worker.optimizer.items()}
             else:
                 entries = worker.versions[version * self._plan.updates_per_batch(s)]
-            if f.stage.layers[0] not in found:  # replicas hold the same
-                found |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in f.stage.layers}
-        return copy(found)
+            layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in found)  # replicas hold the same
+            found |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
+        return copy({layer_id: found[layer_id] for layer_id in self._plan.layers if layer_id in found})
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, dict[int, Tree]]:
         """For each worker of this process the weights of one version, in batches, or the average at that version, by its own number."""
@@ -225,6 +234,9 @@ def _sends(plan: Plan, arrays: Sequence[Arrays], runs: Iterable[Program]) -> lis
             case "squares":
                 squares = source.functions.squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
                 return Sent(i, source.whole(squares), to.whole(squares))
+            case "weights":
+                assert source.share is not None
+                return Sent(i, source.share.given(source.params), source.share.given(to.params))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
         return Sent(i, *(source.functions.shared_with(other, own) for own in gradients))
 

@@ -347,6 +347,9 @@ class _Worker:
                 tree, held.squares = held.squares, ()
             case "shared":
                 tree = self.functions.shared_with(self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
+            case "weights":
+                assert self.compiled.share is not None
+                tree = self.compiled.share.given(held.versions[k // self.plan.microbatches + 1])
             case message:
                 tree = held.buffers.pop(("output" if message == "activation" else "gradient", k))
         self.transport.send(i, k, tree)
@@ -359,6 +362,8 @@ class _Worker:
                 held.buffers[i.message, k // self.plan.microbatches] = tree
             case "shared":
                 held.buffers[f"shared of stage {self.plan.workers[i.source][0]}", k // self.plan.microbatches] = tree
+            case "weights":
+                held.versions[k // self.plan.microbatches + 1] |= arrived(tree)
             case message:
                 held.buffers["inputs" if message == "activation" else "message", k] = tree
 

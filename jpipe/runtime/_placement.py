@@ -32,22 +32,20 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
     return _one_kind(plan, tuple(Place(of_ranks[rank], meshes[s]) for rank, (s, _) in zip(plan.rank_of, plan.workers, strict=True)))
 
 
-def places_on(device: jax.Device, meshes: Sequence[FrozenMapping[int]]) -> list[Place]:
-    """A place for each of these meshes, on this device, or on the first ones of its kind in this process.
+def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
+    """A place for a mesh, on this device, or on the first ones of its kind in this process.
 
     Raises:
         InputError: there are not so many.
     """
-    found, here = [], [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
-    for mesh in meshes:
-        size = math.prod(mesh.values())
-        if size > len(here):
-            raise InputError(
-                f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(here)}; on CPUs "
-                f"jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
-            )
-        found.append(Place(tuple(here[:size]), mesh) if mesh else Place((device,)))
-    return found
+    here = [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
+    size = math.prod(mesh.values())
+    if size > len(here):
+        raise InputError(
+            f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(here)}; on CPUs "
+            f"jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
+        )
+    return Place(tuple(here[:size]), mesh) if mesh else Place((device,))
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.meshes._place import Place
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Forward, ForwardBackward, Update
@@ -18,7 +17,8 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._arrays import Arrays, Share, shardings_of
+from jpipe.stages._compile import CompiledStage
 from jpipe.stages._functions import StageFunctions, floats_of, with_floats
 
 Tree = Any
@@ -55,7 +55,7 @@ class Snapshot:
     Args:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        workers: the functions of the stage of each worker of this process.
+        workers: the stage of each worker of this process.
 
     Attributes:
         plan: as given.
@@ -63,11 +63,11 @@ class Snapshot:
         shared: the parameters that several stages share, by name, in an order that all processes have.
     """
 
-    def __init__(self, plan: Plan, batch: int, workers: Mapping[int, StageFunctions]) -> None:
+    def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
         self.batch = batch
         self.plan = plan
-        self._parts = {w: _Part(plan, w, batch, f) for w, f in workers.items()}
-        groups = next(iter(workers.values())).sharing.groups if workers else ()
+        self._parts = {w: _Part(plan, w, batch, stage) for w, stage in workers.items()}
+        groups = next(iter(workers.values())).functions.sharing.groups if workers else ()
         self.shared = tuple(name for _, names in groups for name in names)
 
     def __call__(self, event: Event) -> None:
@@ -84,7 +84,8 @@ class Snapshot:
 
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on; `optimizer`; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
-        entries such as "block_0 replica 1" have those of the others. Parts without arrays are left out.
+        entries such as "block_0 replica 1" have those of the others. With `Plan.shard_optimizer` the optimizer state of a layer is in
+        the entry of the replica that updates it. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -106,18 +107,20 @@ _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def own_name(layer_id: str, replica: int) -> str:
-    """The name of a replica's layer state in a checkpoint."""
+    """The name in a checkpoint of what a replica alone has of a layer."""
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
 class _Part:
     """The part of the snapshot that is copied from one worker."""
 
-    def __init__(self, plan: Plan, worker: int, batch: int, f: StageFunctions) -> None:
+    def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
+        f, self._share = stage.functions, stage.share
         s, self._replica = plan.workers[worker]
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
+        self._all = f.specs.params.keys()
         self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
         self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
@@ -126,8 +129,13 @@ class _Part:
         self._state: Tree = None
 
     @property
+    def _given(self) -> tuple[str, ...]:
+        """The entries that no other replica updates."""
+        return () if self._share is None else self._share.own
+
+    @property
     def complete(self) -> bool:
-        return self._optimizer is not None
+        return self._optimizer is not None and self._newest in self._versions
 
     def see(self, event: Event) -> None:
         if self.complete:
@@ -143,7 +151,8 @@ class _Part:
                         self._state = dict(event.state.layer_state)
         if self._state is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in event.state.versions.keys() - self._versions.keys():
-                if self._oldest <= version <= self._newest:
+                is_whole = event.state.versions[version].keys() == self._all  # what other replicas update may still be to come
+                if self._oldest <= version <= self._newest and is_whole:
                     self._versions[version] = _copied(event.state.versions[version])
                     if event.state.loss_scales:
                         self._scales[version] = event.state.loss_scales[version]
@@ -165,8 +174,9 @@ class _Part:
             if self._replica == 0:
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
-                plain["optimizer"] = to_plain(self._optimizer[layer_id])
                 plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
+            if layer_id in (self._optimizer if self._replica == 0 else self._given):
+                plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
         named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
@@ -184,11 +194,26 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
     """(layer id, path) of the first place of a shared parameter, if a name in `Snapshot.layers` is that of one."""
     layer_id, _, path = name.partition(" shared ")
-    return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] else None
+    return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] and "params" in layers[name] else None
+
+
+def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
+    """The layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
+
+    Args:
+        layers: as from `Snapshot.layers`, with any arrays.
+    """
+    found = dict(layers)
+    for name, plain in layers.items():
+        layer_id, between, replica = name.rpartition(" replica ")
+        # A layer of the model may be called like the entry of a replica, but then it has parameters, or no optimizer state.
+        if between and replica.isdecimal() and layer_id in layers and "optimizer" in plain and "params" not in plain:
+            found[layer_id] = {**found[layer_id], "optimizer": plain["optimizer"]}
+    return found
 
 
 def fitting(
-    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
+    plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree]:
     """What a worker takes from a snapshot: weights by version, optimizer state, layer state.
 
@@ -199,6 +224,7 @@ def fitting(
         plan: the plan of the restored run, which may differ from that of the snapshot.
         worker: the worker.
         f: the functions of its stage.
+        share: what it updates; None: everything.
         layers: at least the layers of its stage, as from `Snapshot.layers`, with any arrays.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
@@ -206,6 +232,7 @@ def fitting(
     Raises:
         InputError: a layer is missing, or has another shape.
     """
+    layers = with_optimizers(layers)
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
@@ -234,32 +261,33 @@ def fitting(
             layer_id: from_plain(
                 specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state", _OTHER_OPTIMIZER
             )
-            for layer_id in entries
+            for layer_id in (entries if share is None else share.part(specs))
         }
     return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
 
 
 def restored_worker(
-    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, key: jax.Array, place: Place, fresh: bool
+    plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
     """A worker before `batch` with nothing in flight, with the arrays of a snapshot.
 
     Args:
         plan: the plan of the restored run.
         worker: the worker.
-        f: the functions of its stage.
+        stage: its stage.
         layers: as in `fitting`.
         batch: the first batch of the restored run.
         key: the random key of the run.
-        place: where the worker computes.
         fresh: begin with new optimizer state.
 
     Raises:
         InputError: as `fitting`.
     """
-    versions, optimizer, state = fitting(plan, worker, f, layers, batch, fresh)
+    f, place, layers = stage.functions, stage.place, with_optimizers(layers)
+    a = Arrays(f, place, share=stage.share)
+    versions, optimizer, state = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
-        newest = versions[max(versions)]
+        newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
         where = "checkpoint: layer '{}', masters of its parameters"
         precise = {
@@ -271,7 +299,7 @@ def restored_worker(
         placed = jax.device_put(precise, shardings_of(place.specs(precise, f.partition.of_params(precise))))
         optimizer = jax.jit(f.init_optimizer)(placed)
     accumulators = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), f.accumulators_spec)
-    scales, a = _restored_scales(f, layers, versions), Arrays(f, place)
+    scales = _restored_scales(f, layers, versions)
     specs: Tree = dict.fromkeys(versions, a.params), a.optimizer, a.state, a.accumulators, {}, a.whole(key), dict.fromkeys(scales, a.scale)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, scales), shardings_of(specs))
@@ -319,6 +347,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     Raises:
         InputError: the replicas of a layer hold different arrays.
     """
+    layers = with_optimizers(layers)
     own = [layer_id for layer_id in layers if layer_of(layer_id, layers.keys() - {layer_id}) is None]
     return {layer_id: layers[layer_id] | ({"state": state} if (state := _mean_state(layers, layer_id)) else {}) for layer_id in own}
 

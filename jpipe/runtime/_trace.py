@@ -175,11 +175,12 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes = self._sizes.setdefault(worker, {})
-        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *state.versions.items()
+        versions = {(version, len(held)): held for version, held in state.versions.items()}  # of a new one parts may still be to come
+        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *versions.items()
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
-        weights = {version: sizes[version] for version in sorted(state.versions)}
+        weights = {version: sizes[version, count] for version, count in sorted(versions)}
         accumulators = sizes["accumulators"] if state.accumulators is not None else 0
         self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])

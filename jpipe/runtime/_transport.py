@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jpipe.meshes._place import Place
 from jpipe.meshes._routes import Route, Shards, joined
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
-from jpipe.processes._connections import Connection, Reduction
+from jpipe.processes._connections import Connection, Handover, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
@@ -44,7 +44,8 @@ class Transport:
 
     On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
     has a thread of its own, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
-    in the order of the program, which is the same in all processes, and never from two threads.
+    in the order of the program, which is the same in all processes, and never from two threads. Where JAX's own `device_put` moves
+    arrays between processes, as a probe at the start finds out, messages go that way instead.
 
     Args:
         places: of each worker; those of this process are served.
@@ -54,6 +55,7 @@ class Transport:
 
     Attributes:
         calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
+        way: how messages go between processes: by "collectives", or by JAX's "device_put".
     """
 
     calls = 0
@@ -76,6 +78,7 @@ class Transport:
         self._arriving: dict[tuple[int, int, str], Tree] = {}  # specs of messages, likewise
         self._targets: dict[tuple[int, int, str], Any] = {}  # of messages in this process: a device or shardings, None: they stay
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
+        self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
@@ -96,7 +99,7 @@ class Transport:
             if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
                 self._routes[key] = Route(leaving, arriving)
                 for pair in self._routes[key].pieces:
-                    link_between(*pair).compile(self._routes[key].spec(pair))
+                    link_between(*pair).compile(self._routes[key].specs[pair])
                     self._used[pair] = link_between(*pair)
         for first, spec in sums:
             group = self._group(self._replicas[first])
@@ -106,14 +109,31 @@ class Transport:
                     reduction_over(devices).compile(shards)
                     self._used[frozenset(devices)] = reduction_over(devices)
 
-    def connect(self) -> None:
+    def connect(self, name: str) -> None:
         """Open the connections to other processes; all processes call it, once all have compiled.
 
         One after the other, and each in its lane: what another pipeline may still have under way there comes first.
+
+        Args:
+            name: of the pipeline, the same in all processes.
         """
         others = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for lane, collective in self._used.items():
             arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
+        if self._processes is not None and not self._threads:
+            self._probe(self._processes, name)
+
+    def _probe(self, processes: Processes, name: str) -> None:
+        """Find out whether `device_put` moves arrays over all links of all processes; only then do they use it."""
+        if all(place.first.platform == "cpu" for place in self._places):
+            return  # it is not dependable there
+        pairs = dict.fromkeys(pair for route in self._routes.values() for pair in route.pieces)
+        with processes.waiting("a number to arrive by jax.device_put"):
+            works = [handover_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
+        processes.broadcast(f"{name}: device_put works in process {processes.index}", [float(all(works))])
+        votes = [processes.receive(f"{name}: device_put works in process {index}", index) for index in range(processes.count)]
+        if all(vote == (1.0,) for vote in votes):
+            self.way = "device_put"
 
     def load(self, worker: int, name: str, data: Tree) -> Tree:
         """Bring host arrays that nobody will write to (see `rows`), inputs or labels, to a worker of this process."""
@@ -126,11 +146,15 @@ class Transport:
         key = i.worker, i.to, i.message
         if i.to in self._local:
             target = self._targets[key]
-            self._mailbox[i.to, i.message, k] = tree if target is None else jax.device_put(tree, target)
+            if target is not None:
+                tree = jax.device_put(tree, target)
+            elif i.message == "weights":  # both workers will write into them
+                tree = jax.tree.map(jnp.copy, tree)
+            self._mailbox[i.to, i.message, k] = tree
             return
         words, on = _Words(i, k), (self._places[i.to].process_index,)
         for pair, pieces in self._routes[key].cut(tree).items():
-            self._call(pair, partial(link_between(*pair).send, pieces), pieces, words, on)
+            self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
 
     def receive(self, i: Receive, k: int) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
@@ -139,7 +163,7 @@ class Transport:
             return self._mailbox.pop((i.worker, i.message, k))
         key = i.source, i.worker, i.message
         route, words, on = self._routes[key], _Words(i, k), (self._places[i.source].process_index,)
-        calls = {pair: partial(link_between(*pair).receive, route.spec(pair)) for pair in route.pieces}
+        calls = {pair: partial(self._link(pair).receive, spec) for pair, spec in route.specs.items()}
         return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
 
     def all_reduce(
@@ -210,6 +234,9 @@ class Transport:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
+    def _link(self, pair: tuple[jax.Device, jax.Device]) -> Connection | Handover:
+        return link_between(*pair) if self.way == "collectives" else handover_between(*pair)
+
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
         """In each process that holds some of the replicas, the place of its first one."""
         first: dict[int, Place] = {}
@@ -237,6 +264,8 @@ class Transport:
     ) -> Tree:
         """What `join` makes of the results of these transfers, by lane."""
         assert self._processes is not None
+        if not calls:  # a message without arrays
+            return join({})
         if not self._threads:
             return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
         self._processes.check()
@@ -286,6 +315,7 @@ def progress() -> int:
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
 link_between = cache(Connection)
 reduction_over = cache(Reduction)
+handover_between = cache(Handover)
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:

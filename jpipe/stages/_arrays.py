@@ -20,6 +20,27 @@ def shardings_of(specs: Tree) -> Tree:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The entries (see `Ties`) of a stage that one of its replicas updates.
+
+    Attributes:
+        own: those that no other replica updates; it gives them to the others.
+        common: those that each replica updates, because other stages hold them, too.
+    """
+
+    own: tuple[str, ...]
+    common: tuple[str, ...] = ()
+
+    def part(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+        """What the replica updates, of a tree by entry."""
+        return {entry: tree[entry] for entry in (*self.own, *self.common)}
+
+    def given(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+        """What it gives to the others."""
+        return {entry: tree[entry] for entry in self.own}
+
+
+@dataclass(frozen=True)
 class Arrays:
     """Specs, with shardings, of what a stage's programs take and give at one place.
 
@@ -28,11 +49,13 @@ class Arrays:
         place: where it runs; a `NoPlace` tells the sizes of shards.
         chosen: the shardings that XLA chose for arrays that stay from one program to a later one, in order: "saved" from the forward,
             "stash" from the first half of a backward. Until they are known, those are taken to be sharded as what flows is.
+        share: what this replica updates; None: everything.
     """
 
     functions: StageFunctions
     place: Place | NoPlace
     chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    share: Share | None = None
 
     @cached_property
     def params(self) -> Tree:
@@ -46,9 +69,9 @@ class Arrays:
 
     @cached_property
     def optimizer(self) -> Tree:
-        """The optimizer state."""
+        """The optimizer state that the replica has."""
         f = self.functions
-        return self.place.specs(f.optimizer_spec, f.partition.of_optimizer(f.optimizer_spec, f.specs.params))
+        return self.updated(self.place.specs(f.optimizer_spec, f.partition.of_optimizer(f.optimizer_spec, f.specs.params)))
 
     @cached_property
     def accumulators(self) -> Tree:
@@ -132,6 +155,10 @@ class Arrays:
     def reduced(self) -> tuple[Tree, list[Spec]]:
         """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
         return self.accumulators, floats_of(self.state) if self.functions.average_state == "update" else []
+
+    def updated(self, tree: Mapping[str, Tree]) -> Mapping[str, Tree]:
+        """What the replica updates, of a tree by entry."""
+        return tree if self.share is None else self.share.part(tree)
 
     def whole(self, tree: Tree) -> Tree:
         """Specs of arrays of which each device has all."""

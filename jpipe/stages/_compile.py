@@ -29,7 +29,7 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
 
 Tree = Any
@@ -76,12 +76,13 @@ class CompiledStage:
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
     are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their
-    layer state when it is read, `add_state` and `mean_state`.
+    layer state when it is read, `add_state` and `mean_state`. With a `share`, updates are of this part of the weights.
     """
 
     functions: StageFunctions
     place: Place
     calls: dict[str, jax.stages.Compiled]
+    share: Share | None = None
 
     @property
     def chosen(self) -> dict[str, Sequence[Any]]:
@@ -97,12 +98,16 @@ class CompiledStage:
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update: ((new params, new optimizer state, zero accumulators, (mean loss, weight)), done).
 
+        With a share the new params are those of the share alone.
+
         Args:
             kind: of the update.
             retired: the version into whose memory it writes, if it does.
             params, optimizer, accumulators, norm: of `StageFunctions.update`.
         """
         groups = self.functions.sharing.groups_of(self.functions.number)
+        if self.share is not None:
+            *retired, params = (self.share.part(tree) for tree in (*retired, params))
         if not groups:
             found, done = self.calls[kind](*retired, params, optimizer, accumulators, norm)
             return found, done
@@ -124,44 +129,63 @@ class CompiledStage:
 
 
 def compile_workers(
-    workers: Mapping[int, tuple[StageFunctions, Place]], programs: Iterable[Program], counts: Sequence[int]
+    workers: Mapping[int, tuple[StageFunctions, Place, Share | None]], programs: Iterable[Program], counts: Sequence[int]
 ) -> dict[int, CompiledStage]:
     """Compile the calls that the programs need for each of these workers, and its evaluation; replicas in one place share them.
 
     Calls are traced one after the other and compiled in parallel. `counts` are the numbers of entries that each stage counts in the norm.
     """
-    sharing = {w: (functions.stage.layers, place) for w, (functions, place) in workers.items()}
-    of_key = {sharing[w]: workers[w] for w in workers}
-    used: dict[Any, set[str]] = {}
-    for key, (functions, _) in of_key.items():
-        averages, scales = functions.averages_when_read, functions.scale_spec is not None
-        used[key] = {"evaluate", *(("add_state", "mean_state") if averages else ()), *(("next_scale",) if scales else ())}
+    keys = {w: (f.stage.layers, place, share) for w, (f, place, share) in workers.items()}
+    of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}
+    used: dict[Any, set[str]] = {key: set() for key in of_key}
+    for w, (f, _, _) in workers.items():
+        averages, scales = f.averages_when_read, f.scale_spec is not None
+        always = {"evaluate", *(("add_state", "mean_state") if averages else ()), *(("next_scale",) if scales else ())}
+        used[_for_all(keys[w])].update(always)
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
-                used[sharing[instruction.worker]].update(_calls(instruction, program))
-    compiled = _compile_in_turns([(*of_key[key], sorted(names)) for key, names in used.items()], counts)
-    stages = {key: CompiledStage(*of_key[key], calls) for key, calls in zip(used, compiled, strict=True)}
-    return {w: stages[key] for w, key in sharing.items()}
+                for name in _calls(instruction, program):
+                    key = keys[instruction.worker]
+                    used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
+    stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
+    compiled = dict(zip(of_key, _compile_in_turns(stages, counts), strict=True))
+    found = {
+        key: CompiledStage(of_key[key], place, compiled[_for_all(key)] | compiled[key], share)
+        for key in dict.fromkeys(keys.values())
+        for _, place, share in (key,)
+    }
+    return {w: found[key] for w, key in keys.items()}
+
+
+def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
+    """The key of what replicas call whatever their share is."""
+    return (*key[:2], None)
 
 
 def _compile_in_turns(
-    stages: Sequence[tuple[StageFunctions, Place, Sequence[str]]], counts: Sequence[int]
+    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]],
+    counts: Sequence[int],
+    before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give."""
+    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give.
+
+    `before` are calls that are lowered already, for nothing chosen.
+    """
     found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
     for turn in (*_CHOOSING, None):
         lowered = {}
-        for i, (f, place, names) in enumerate(stages):
+        for i, (f, place, share, names) in enumerate(stages):
             for name in names:
                 if name not in found[i] and (turn is None or (place.mesh and name == turn)):
-                    lowered[i, name] = _lower_call(f, place, name, counts, dict(chosen[i]))
+                    known = before[i].get(name) if before and not chosen[i] else None
+                    lowered[i, name] = known or _lower_call(f, place, name, counts, dict(chosen[i]), share)
         for (i, name), call in zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True):
             found[i][name] = call
             if turn is not None:
                 chosen[i] = {**_choices(stages[i][0], turn, call), **chosen[i]}
-    return [{name: calls[name] for name in names} for calls, (_, _, names) in zip(found, stages, strict=True)]
+    return [{name: calls[name] for name in names} for calls, (*_, names) in zip(found, stages, strict=True)]
 
 
 def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
@@ -181,27 +205,35 @@ def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[st
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    lowered = {stage.place: _lower_call(stage.functions, stage.place, "evaluate", (), {}) for stage in measuring.values()}
+    lowered = {stage.place: _lower_call(stage.functions, stage.place, "evaluate", (), {}, None) for stage in measuring.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in measuring.items()}
 
 
 def compile_stages(
-    plan: Plan, functions: Sequence[StageFunctions], programs: Iterable[Program], places: Sequence[Place]
-) -> tuple[CompiledStage, ...]:
-    """Each stage with what its workers call, but for evaluations, compiled for its place, only to be looked at; equal ones once."""
+    plan: Plan,
+    functions: Sequence[StageFunctions],
+    programs: Iterable[Program],
+    places: Mapping[int, Place],
+    shares: Sequence[Share | None],
+) -> dict[int, CompiledStage]:
+    """The stages that have a place, with what their workers call, but for evaluations, compiled only to be looked at; equal ones once.
+
+    Of replicas that share the optimizer state one stands for all: that with the share in `shares`.
+    """
     names: list[set[str]] = [set() for _ in functions]
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
     counts = [len(f.counted) for f in functions]
-    texts = {}
-    for s, (f, place) in enumerate(zip(functions, places, strict=True)):
-        texts[s] = place, tuple(_lower_call(f, place, name, counts, {}).as_text() for name in sorted(names[s]))
+    lowered, texts = {}, {}
+    for s, place in places.items():
+        lowered[s] = {name: _lower_call(functions[s], place, name, counts, {}, shares[s]) for name in sorted(names[s])}
+        texts[s] = place, tuple(call.as_text() for call in lowered[s].values())
     distinct = {text: s for s, text in reversed(texts.items())}
-    stages = [(functions[s], places[s], sorted(names[s])) for s in distinct.values()]
-    compiled = dict(zip(distinct, _compile_in_turns(stages, counts), strict=True))
-    return tuple(CompiledStage(f, places[s], compiled[texts[s]]) for s, f in enumerate(functions))
+    stages = [(functions[s], places[s], shares[s], sorted(names[s])) for s in distinct.values()]
+    compiled = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()]), strict=True))
+    return {s: CompiledStage(functions[s], place, compiled[texts[s]], shares[s]) for s, place in places.items()}
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
@@ -253,15 +285,15 @@ def compile_initializers(
     return {place: compiled[name] for place, name in name_of.items()}
 
 
-def compile_start(functions: StageFunctions, place: Place) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
+def compile_start(functions: StageFunctions, place: Place, share: Share | None) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
     """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
-    lowered = [_lower_call(functions, place, name, (), {}) for name in names]
+    lowered = [_lower_call(functions, place, name, (), {}, share) for name in names]
     init_optimizer, zero_accumulators, *first_version = _compile_side_by_side(lowered)
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
         version = first_version[0](fresh) if first_version else fresh
-        return version, init_optimizer(fresh), zero_accumulators(version)
+        return version, init_optimizer(fresh if share is None else share.part(fresh)), zero_accumulators(version)
 
     return start
 
@@ -280,13 +312,18 @@ def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.
 
 
 def _lower_call(
-    functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]]
+    functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]], share: Share | None
 ) -> jax.stages.Lowered:
-    return trace_call(functions, place, name, counts, chosen).lower()
+    return trace_call(functions, place, name, counts, chosen, share).lower()
 
 
 def trace_call(
-    functions: StageFunctions, place: Place, name: str, counts: Sequence[int] = (), chosen: Mapping[str, Sequence[Any]] | None = None
+    functions: StageFunctions,
+    place: Place,
+    name: str,
+    counts: Sequence[int] = (),
+    chosen: Mapping[str, Sequence[Any]] | None = None,
+    share: Share | None = None,
 ) -> jax.stages.Traced:
     """One of the calls of a `CompiledStage`, by name, traced for a place.
 
@@ -295,14 +332,14 @@ def trace_call(
         place: where it runs.
         name: of the call.
         counts: the number of entries that each stage counts in the norm.
-        chosen: as in `Arrays`.
+        chosen, share: as in `Arrays`.
     """
-    call = _call(Arrays(functions, place, {} if chosen is None else chosen), name, counts)
+    call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
     if name in (*_COMPUTATIONS, *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
-    if place.mesh:
+    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
         options["out_shardings"] = shardings_of(outputs)
     return jax.jit(function, **options).trace(*call.inputs)
 
@@ -311,7 +348,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """A call by name."""
     f, scale = a.functions, None if a.scale is None else a.scale.value
     saved, stash = (a.saved if "saved" in a.chosen else None), (a.stash[1] if "stash" in a.chosen else None)
-    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.params, a.optimizer, a.accumulators["gradients"]))
+    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.updated(a.params), a.optimizer, a.accumulators["gradients"]))
     own = own_params, own_optimizer, {**a.accumulators, "gradients": own_gradients}
     number = a.whole(jax.ShapeDtypeStruct((), f.loss_dtype))
     loss = (number, number) if f.last else None
@@ -339,7 +376,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "norm": lambda: Call(norm_of, (), (a.whole(f.squares_spec(counts)),), a.norm),
         "take_shared": lambda: Call(f.take_shared, (), (a.accumulators,), f.take_shared_spec(a.accumulators)),
         "mean_loss": lambda: Call(f.mean_loss, (), (a.accumulators,), (number, number)),
-        "init_optimizer": lambda: Call(f.init_optimizer, (), (a.fresh,), a.optimizer),
+        "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
         "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
         "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
         "add_state": lambda: Call(_added, (), (floats_of(a.state), floats_of(a.state)), floats_of(a.state)),

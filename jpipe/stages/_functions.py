@@ -198,9 +198,9 @@ class StageFunctions:
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
-        All of the entries that are given. (Those that other stages hold, too, have `update_shared`.) Only the last stage returns the loss
-        and weight of the batch. A batch whose weights are all zero has gradient and loss zero. `norm` is that of all stages; it is needed
-        to clip, and to skip batches whose gradients are not finite.
+        Of the entries whose optimizer state is given; accumulators may be of more. (Those that other stages hold, too, have
+        `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and
+        loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not finite.
         """
         new_params, new_state = self._updated(params, optimizer_state, accumulators, norm)
         zeros = jax.tree.map(jnp.zeros_like, accumulators)
@@ -229,8 +229,8 @@ class StageFunctions:
         """(new params, new optimizer state)."""
         divisor = _divisor(accumulators["weight"])
         new_params, new_state = {}, {}
-        for layer_id, gradient in accumulators["gradients"].items():
-            mean = _mean(gradient, divisor)
+        for layer_id in optimizer_state:
+            mean = _mean(accumulators["gradients"][layer_id], divisor)
             if self.clip_global_norm is not None:
                 assert norm is not None
                 mean = jax.tree.map(lambda g: _clip(g, norm.norm, self.clip_global_norm), mean)

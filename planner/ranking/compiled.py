@@ -43,6 +43,8 @@ class Compiled:
 def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
+    Of a plan on meshes only the stages of the fullest rank are compiled (`compiled_stages`); what XLA would say of the others is estimated.
+
     Args:
         choice: the ranking from which the plan comes.
         ranked: the plan.
@@ -52,15 +54,22 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
     """
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
-    times = profile.stage_costs(plan, ranked.candidate.rows)
-    costs = [
-        dataclasses.replace(size, **{name: getattr(time, name) for name in _TIMES})
-        for size, time in zip(pipe.costs(batch, compiled_for=device), times, strict=True)
-    ]
+    estimates, stages = profile.stage_costs(plan, ranked.candidate.rows), compiled_stages(plan, ranked)
+    costs = []
+    for s, (size, estimate) in enumerate(zip(pipe.costs(batch, compiled_for=device, stages=stages), estimates, strict=True)):
+        names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
+        costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
+
+
+def compiled_stages(plan: jpipe.Plan, ranked: Ranked) -> tuple[int, ...]:
+    """The stages of a plan that are compiled: all; where they are on meshes, which takes minutes each, those of the fullest rank."""
+    if not any(stage.mesh for stage in plan.stages):
+        return tuple(range(plan.depth))
+    return plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
 
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:

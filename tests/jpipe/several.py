@@ -49,6 +49,15 @@ CASES: dict[str, dict[str, dict]] = {
         "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "microbatches": 3, "chunks_per_rank": 2},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
+        "shared optimizer": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "shard_optimizer": True,
+            "clip": 3.0,
+        },
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "2, meshes": {
@@ -81,6 +90,15 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": {"model": 2},
             "placement": [[0, 4], [2, 6]],
         },
+        "shared optimizer on meshes": {
+            "num_stages": 2,
+            "schedule": "gpipe",
+            "microbatches": 4,
+            "replicas": 2,
+            "mesh": {"model": 2},
+            "placement": [[0, 4], [2, 6]],
+            "shard_optimizer": True,
+        },
     },
     "4, meshes": {
         "flush of 4 on meshes": {"num_stages": 4, "schedule": "pipedream_flush", "microbatches": 3, "mesh": {"model": 2}, "clip": 3.0},
@@ -101,7 +119,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
-INLINE = ("2bw", "round_robin", "unlike")
+INLINE = ("2bw", "round_robin", "unlike", "shared optimizer")
 """Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
@@ -176,6 +194,21 @@ def refusal() -> str:
     return ""
 
 
+def disagreement() -> str:
+    """What is said where each process has another mesh."""
+    import jax
+
+    from jpipe import InputError
+
+    mesh = {"data": 2, "model": 2} if jax.process_index() else {"data": 4}
+    pipe, batches = pipeline({"num_stages": 2, "schedule": "gpipe", "microbatches": 1, "mesh": mesh})
+    try:
+        pipe.init(jax.random.key(7), batches[0])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def save_copies(folder: Path) -> dict[str, np.ndarray]:
     """Save a run with shared parameters, and once more after one copy has changed: the checkpoints that are there, and what is said."""
     import jax
@@ -207,6 +240,7 @@ def train_all(group: str, count: int, file: str) -> None:
     found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
         found["refused"] = np.asarray(refusal())
+        found |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
         found |= save_copies(Path(file).parent) if "tied" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)

@@ -145,7 +145,7 @@ def named_as_in_the_config(plan_file: str | None) -> Iterator[None]:
         options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite")}
+        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite", "ema_decay")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):
@@ -176,7 +176,7 @@ def check_carried(plan: jpipe.Plan, model: ModelConfig) -> None:
     """Refuse replicas of a stage whose layers carry a state of each row from batch to batch: each would keep those of other rows."""
     if model.carries and max(plan.replicas) > 1:
         raise jpipe.InputError(
-            f"plan: replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
+            f"plan.replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
             f"found {max(plan.replicas)}; use more stages instead"
         )
 

@@ -73,9 +73,19 @@ class Convolution(nnx.Module):
 class NormedConvolution(nnx.Module):
     """Convolution without bias, batch norm, and relu unless `activate` is false."""
 
-    def __init__(self, inputs: int, conv: Conv, *, init: Any = HE, epsilon: float = 1e-5, activate: bool = True, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        inputs: int,
+        conv: Conv,
+        *,
+        init: Any = HE,
+        scale_init: Any = nnx.initializers.ones,
+        epsilon: float = 1e-5,
+        activate: bool = True,
+        rngs: nnx.Rngs,
+    ):
         self.conv = conv.module(inputs, use_bias=False, kernel_init=init, rngs=rngs)
-        self.norm = nnx.BatchNorm(conv.outputs, momentum=0.9, epsilon=epsilon, rngs=rngs)
+        self.norm = nnx.BatchNorm(conv.outputs, momentum=0.9, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
         self.activate = activate
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:

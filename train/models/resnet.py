@@ -29,12 +29,16 @@ class Stem(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Convolutions of 1 × 1, 3 × 3 and 1 × 1, whose sum with the input, projected where its shape differs, is activated."""
+    """Convolutions of 1 × 1, 3 × 3 and 1 × 1, whose sum with the input, projected where its shape differs, is activated.
+
+    The scale of the last norm begins with 0, so that a block is only its shortcut at first (Goyal et al. 2017, "Accurate, Large Minibatch
+    SGD"): deep models then learn sooner.
+    """
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int, *, rngs: nnx.Rngs):
         self.reduce = NormedConvolution(inputs, Conv(inner, (1, 1)), rngs=rngs)
         self.conv = NormedConvolution(inner, Conv(inner, (3, 3), stride), rngs=rngs)
-        self.expand = NormedConvolution(inner, Conv(outputs, (1, 1)), activate=False, rngs=rngs)
+        self.expand = NormedConvolution(inner, Conv(outputs, (1, 1)), scale_init=nnx.initializers.zeros, activate=False, rngs=rngs)
         if stride != 1 or inputs != outputs:
             self.project = NormedConvolution(inputs, Conv(outputs, (1, 1), stride), activate=False, rngs=rngs)
         self.projects = stride != 1 or inputs != outputs

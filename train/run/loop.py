@@ -136,6 +136,7 @@ def run(
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
             sizes = pipe.costs(batches.train[0], compiled_for=jax.local_devices()[0] if here else None)
             stages = [] if folder is None else stages_of(pipe, batches.train[0])
+        tell_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed))
         measure = Measure(
@@ -182,6 +183,13 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)
+
+
+def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
+    """Say how accelerators of several processes send each other messages, which a probe has found out."""
+    if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
+        how = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
+        reporter.say(f"messages between processes go by {how}")
 
 
 def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:

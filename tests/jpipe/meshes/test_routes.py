@@ -38,7 +38,7 @@ def test_each_piece_travels_once_and_all_arrive(sender, receiver):
     for pair, pieces in route.cut(sent).items():
         assert pair[0] in source.devices
         assert pair[1] in to.devices
-        assert [(piece.shape, piece.dtype) for piece in pieces] == [(spec.shape, spec.dtype) for spec in route.spec(pair)]
+        assert [(piece.shape, piece.dtype) for piece in pieces] == [(spec.shape, spec.dtype) for spec in route.specs[pair]]
         moved[pair] = jax.device_put(pieces, pair[1])  # in place of a link
     assert sum(piece.size for pieces in moved.values() for piece in pieces) == ROWS * 3 + 1, "nothing twice"
     found = route.join(moved)

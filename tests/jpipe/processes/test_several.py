@@ -31,6 +31,10 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     if "tied" in CASES[group]:
         with subtests.test("copies of shared parameters in two processes are compared before a checkpoint is complete"):
             check_copies(*each)
+    if group == "2, meshes":
+        with subtests.test("different meshes are refused in both"):
+            for numbers in each:
+                assert str(numbers["disagreed"]).startswith("plan differs between processes 0 and 1: ")
     with subtests.test("a plan that does not fit is refused in all, with both grids"):
         check_refusal([str(numbers["refused"]) for numbers in each], 8 if "meshes" in group else len(each))
 

@@ -116,6 +116,17 @@ def test_measured_peak_of_replicas_that_flush_is_predicted():
 
 
 @pytest.mark.slow
+def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted():
+    """Of the replica with the largest share; the others of the stage hold less by the difference of the shares."""
+    plan = Plan.even(STACK.ids, 2, "pipedream_flush", MICROBATCHES, replicas=(2, 1), shard_optimizer=True)
+    measured, predicted = measured_and_predicted(plan)
+    assert max(measured[:2]) == pytest.approx(predicted[0], abs=64)
+    assert measured[2] == pytest.approx(predicted[2], abs=64)
+    whole, _ = measured_and_predicted(plan.model_copy(update={"shard_optimizer": False}))
+    assert max(measured[:2]) < whole[0]
+
+
+@pytest.mark.slow
 def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     """A step takes what it can still get before it ends, the next batch's input comes after that: a message may wait longer."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))

@@ -8,6 +8,9 @@ import pytest
 from flax import nnx
 
 import jpipe
+from planner.machine.topology import Device, Topology
+from planner.profile.analyze import analyze
+from planner.profile.sharded import Degrees, sharded
 from planner.profile.tensor import Walk, sharded_params, tensor_profile
 from train.config.model_config import ModelConfig
 from train.models.cross_entropy import loss
@@ -96,3 +99,17 @@ def test_sharded_dims_are_followed(program, given, expected, reductions):
     walk = Walk()
     assert walk.run(jaxpr, [(False, False), given]) == [expected]
     assert walk.reductions == reductions
+
+
+def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
+    stack, rule = layers(CONFIG.model_copy(update={"depth": 1})), optax.sgd(0.1, momentum=0.9)
+    rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+    device = Device(name="toy", flops={"float32": 1e9})
+    profile = analyze(stack, lambda _: (rows, rows), loss, rule, [ROWS], device, policies=[])
+    degrees = Degrees(model=2)
+    plan = jpipe.Plan.even(stack.ids, 3, "gpipe", 2, mesh=degrees.mesh)
+    found = sharded(profile, degrees, Topology.flat(2, 1e9)).stage_costs(plan, ROWS)
+    batch = jax.ShapeDtypeStruct((2 * ROWS, SEQ), np.int32)
+    exact = jpipe.Pipeline(stack, plan, loss, rule).costs((batch, batch), compiled_for=jax.devices()[0])
+    for part in ("weights", "optimizer", "inputs", "outputs", "residuals"):
+        assert getattr(found[1], part) == getattr(exact[1], part), part  # the block

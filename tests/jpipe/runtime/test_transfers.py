@@ -1,0 +1,51 @@
+"""Which way messages take between processes, on devices and with processes that are only said to be there."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest.mock import NonCallableMock
+
+import jax
+import pytest
+
+from jpipe.meshes import Place
+from jpipe.processes import Processes
+from jpipe.processes._connections import Connection, Handover
+from jpipe.runtime import _transport
+from jpipe.runtime._transport import Transport
+
+
+def device(process: int, platform: str) -> jax.Device:
+    return NonCallableMock(spec=jax.Device, process_index=process, id=process, platform=platform, device_kind=platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "here", "there", "way"),
+    [
+        ("gpu", True, True, "device_put"),
+        ("gpu", True, False, "collectives"),
+        ("gpu", False, True, "collectives"),
+        ("cpu", True, True, "collectives"),
+    ],
+)
+def test_messages_go_by_device_put_where_it_works_between_all_processes(platform, here, there, way, monkeypatch):
+    pair = device(0, platform), device(1, platform)
+    posted, tried = {}, []
+    processes = NonCallableMock(spec=Processes, index=0, count=2)
+    processes.waiting = lambda *_: contextlib.nullcontext()
+    processes.broadcast = lambda name, values: posted.update({name: tuple(values)})
+    processes.receive = lambda name, on: posted[name] if on == 0 else (float(there),)
+
+    def works() -> bool:
+        tried.append(pair)
+        return here
+
+    collective, handover = NonCallableMock(spec=Connection), NonCallableMock(spec=Handover)
+    handover.works = works
+    monkeypatch.setattr(_transport, "link_between", lambda *_: collective)
+    monkeypatch.setattr(_transport, "handover_between", lambda *_: handover)
+    transport = Transport([Place((one,)) for one in pair], [[0], [1]], processes, threads=False)
+    transport._routes = {(0, 1, "activation"): SimpleNamespace(pieces={pair: []})}
+    transport.connect("pipeline 0")
+    assert transport.way == way
+    assert transport._link(pair) is (handover if way == "device_put" else collective)
+    assert tried == ([] if platform == "cpu" else [pair])

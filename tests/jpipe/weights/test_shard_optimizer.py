@@ -1,0 +1,194 @@
+"""Replicas that share the optimizer state of their stage (ZeRO stage 1): the same numbers, a part of the state, in all that a run does."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jpipe import InputError, Link, Pipeline, Plan, Precision, checkpoints, lower, simulate
+from jpipe.programs import ProgramError, StageCost
+from jpipe.programs._costs import deal
+from jpipe.programs._instructions import Send
+from jpipe.runtime._plain import to_plain
+from jpipe.runtime._snapshot import with_optimizers
+from tests.jpipe import models, running
+
+STEPS = 4
+
+
+def plan_of(sharded: bool = True, **fields) -> Plan:
+    fields = {"num_stages": 2, "schedule": "gpipe", "microbatches": 4, "replicas": 2} | fields
+    return Plan.even(models.rich_stack().ids, **fields, shard_optimizer=sharded)
+
+
+def pipeline(plan: Plan, stack=None, optimizer=None, **options) -> Pipeline:
+    return Pipeline(stack or models.rich_stack(), plan, models.masked_squares, optimizer or models.momentum(), **options)
+
+
+def batches_for(plan: Plan, wide: bool = False, count: int = STEPS) -> list:
+    return models.masked_batches(count, plan.microbatches, dtype=np.float64, **({"rows": 4, "width": 4} if wide else {}))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def check_bits(found, expected) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+CASES = {
+    "gpipe": {},
+    "flush, clipped": {"schedule": "pipedream_flush", "clip_global_norm": 0.5},
+    "skipped": {"schedule": "zb_h1", "skip_nonfinite": True},
+    "naive": {"schedule": "naive", "microbatches": 2},
+    "chunks": {"schedule": "interleaved_1f1b", "num_stages": 4, "chunks_per_rank": 2},
+    "one replica at the end": {"replicas": (2, 1)},
+    "four replicas": {"replicas": (4, 2), "num_stages": 2},
+    "data parallel": {"num_stages": 1, "schedule": "pipedream_flush", "replicas": 3, "microbatches": 6},
+    "more replicas than layers": {"num_stages": 4, "replicas": 2},
+    "masters": {"precision": Precision(params="bfloat16")},
+    "float16": {"schedule": "pipedream_flush", "precision": Precision(params="float16", loss_scale="dynamic")},
+    "tied": {"tied": True},
+    "tied in a stage": {"tied": True, "num_stages": 1, "schedule": "pipedream_flush", "precision": Precision(params="bfloat16")},
+    "meshes": {"wide": True, "mesh": {"data": 2}, "fsdp": True},
+    "tied on meshes": {"wide": True, "tied": True, "mesh": {"model": 2}, "clip_global_norm": 0.5},
+}
+OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
+
+
+@pytest.mark.thinned(most=4, most_slow=len(CASES))
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_without(case):
+    fields = dict(CASES[case])
+    options = {name: fields.pop(name) for name in OPTIONS if name in fields}
+    tied, wide = fields.pop("tied", False), fields.pop("wide", False)
+    stack = models.wide_stack(tied) if wide else models.tied_stack() if tied else models.rich_stack()
+    without, shared = (plan_of(sharded, **fields) for sharded in (False, True))
+    expected = running.train(pipeline(without, stack, **options), batches_for(without, wide))
+    found = running.train(pipeline(shared, stack, **options), batches_for(shared, wide))
+    if tied or wide:  # XLA may round the update of a layer in other ways beside other layers
+        running.check_close(found, expected)
+    else:
+        check_bits(found, expected)
+
+
+def test_a_batch_that_is_skipped_changes_nothing():
+    pipe = pipeline(plan_of(schedule="pipedream_flush"), skip_nonfinite=True)
+    batches = batches_for(pipe.plan)
+    state = pipe.init(jax.random.key(0), batches[0])
+    state, _ = pipe.step(state, batches[0])
+    before = jax.tree.map(np.asarray, [(worker.versions[1], worker.optimizer) for worker in state.workers])
+    bad = batches[1][0] * np.nan, batches[1][1]
+    state, metrics = pipe.step(state, bad)
+    assert max(metrics.nonfinite.values()) > 0
+    check_bits([(worker.versions[2], worker.optimizer) for worker in state.workers], before)
+
+
+def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
+    pipe = pipeline(plan_of(), optimizer=optax.adam(1e-2), devices=[jax.devices()[0]] * 4)
+    batches = batches_for(pipe.plan)
+    state = pipe.init(jax.random.key(0), batches[0])
+    layers = [worker.optimizer.keys() for worker in state.workers]
+    assert list(map(len, layers)) == [1] * 4
+    assert [layers[w] | layers[w + 1] for w in (0, 2)] == [set(stage.layers) for stage in pipe.plan.stages]
+    calls = [stage.calls for stage in pipe._executor.stages.values()]
+    assert calls[0]["forward"] is calls[1]["forward"], "replicas on one device share what does not depend on their share"
+    assert calls[0]["in_place"] is not calls[1]["in_place"]
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    for first, second in ((0, 1), (2, 3)):
+        check_bits(state.workers[first].versions, state.workers[second].versions)
+    places = [leaf.unsafe_buffer_pointer() for worker in state.workers for leaf in jax.tree.leaves(worker.versions)]
+    assert len(set(places)) == len(places)
+    costs = pipe.costs(batches[0])
+    held = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.optimizer)) for worker in state.workers]
+    assert [cost.optimizer for cost in costs] == [max(held[:2]), max(held[2:])]
+    assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
+
+
+def test_a_run_goes_on_with_shares_and_without_them():
+    """In all directions, with other replicas and cuts, and with the masters that some replica has."""
+    options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
+    plans = [plan_of(), plan_of(False), plan_of(num_stages=1, schedule="pipedream_flush", replicas=4)]
+    batches, key = batches_for(plans[0], count=3), jax.random.key(3)
+    pipes, afterwards = [pipeline(plan, **options) for plan in plans], []
+    for source, pipe in enumerate(pipes):
+        state, snapshot = pipe.init(key, batches[0]), pipe.snapshot(2)
+        for batch in batches:
+            state, _ = pipe.step(state, batch, observe=snapshot)
+        afterwards.append(pipe.params(state))
+        layers = jax.tree.map(np.asarray, snapshot.layers())
+        for target, other in enumerate(pipes):
+            other.check_layers(batches[0], layers, 2)
+            resumed = other.restore(key, batches[0], layers, 2)
+            held = [{entry: to_plain(part) for entry, part in worker.optimizer.items()} for worker in resumed.workers]
+            for entry, plain in with_optimizers(layers).items():
+                owners = [part[entry] for part in held if entry in part]
+                assert owners or " replica " in entry
+                for found in owners:
+                    check_bits(found, plain["optimizer"])
+            if source < 2 and target < 2:  # the same cut and sums, so the same bits from here on
+                resumed, _ = other.step(resumed, batches[2])
+                check_bits(other.params(resumed), afterwards[0])
+        fresh = pipe.restore(key, batches[0], layers, 2, fresh_optimizer=True)
+        check_bits(pipe.params(fresh), pipe.params(pipe.restore(key, batches[0], layers, 2)))
+
+
+def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
+    pipe = pipeline(plan_of(), precision=Precision(params="bfloat16"))
+    batches = batches_for(pipe.plan, count=2)
+    state, snapshot = pipe.init(jax.random.key(3), batches[0]), pipe.snapshot(2)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    checkpoints.save(tmp_path, snapshot)
+    for name in pipe.stack.ids:
+        read = checkpoints.files.read_layers(tmp_path, 2, [name])
+        assert list(read) == [name]
+        assert read[name]["optimizer"].keys() >= {"masters"}
+        assert checkpoints.files.layer_specs(tmp_path, 2)[name]["optimizer"].keys() == read[name]["optimizer"].keys()
+    other = pipeline(plan_of(False), precision=Precision(params="bfloat16"))
+    check_bits(other.params(checkpoints.load(other, tmp_path, jax.random.key(3), batches[0])), pipe.params(state))
+
+
+def test_programs_give_the_weights_before_they_are_read():
+    plan = plan_of(schedule="pipedream_flush")
+    program = lower(plan, 2)
+    given = [i for i in program.instructions if isinstance(i, Send) and i.message == "weights"]
+    assert [(i.worker, i.to) for i in given] == [(0, 1), (1, 0), (2, 3), (3, 2)] * 2
+    costs = [StageCost(weights=6, optimizer=6, updated=(4, 2), accumulators=6)] * 2
+    free, slow = (simulate(program, costs, link=link) for link in (None, Link(bandwidth=0.5)))
+    assert slow.seconds > free.seconds
+    assert free.moved_bytes == tuple(2 * (6 + size) for size in (4, 2, 4, 2)), "a sum of gradients and what is updated, twice"
+    assert free.peak_bytes == simulate(lower(plan_of(False, schedule="pipedream_flush"), 2), costs).peak_bytes
+    first = next(n for n, i in enumerate(program.instructions) if i == given[0])
+    without = program.instructions[:first] + program.instructions[first + 2 :]
+    with pytest.raises(ProgramError, match=r"version 1 lacks the weights that workers \[0\] have updated"):
+        simulate(replace(program, instructions=without))
+
+
+def test_parts_are_dealt_evenly_the_largest_first():
+    assert deal([(4, 0), (3, 0), (2, 0), (3, 0)], 2) == [0, 1, 0, 1]
+    assert deal([(0, 1), (0, 5), (0, 3)], 2) == [1, 0, 1], "without optimizer state the weights are dealt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "pipedream_2bw"}, r"plan: shard_optimizer: expected a schedule that flushes, .*'gpipe'.*found 'pipedream_2bw'"),
+        ({"replicas": 1}, "plan: shard_optimizer: expected a stage with replicas, found none"),
+    ],
+)
+def test_a_plan_that_cannot_share_is_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        plan_of(**fields)
+
+
+def test_an_average_of_the_weights_is_refused():
+    with pytest.raises(InputError, match=r"ema_decay: expected none with shard_optimizer, found 0\.9"):
+        pipeline(plan_of(), ema_decay=0.9)
