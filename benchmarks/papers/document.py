@@ -39,10 +39,11 @@ def put(text: str, tables: Mapping[str, str]) -> str:
         KeyError: the document has no place for one of them.
     """
     for name, table in tables.items():
-        place = re.compile(rf"(<!-- {re.escape(name)} -->\n\n?)(?:\|.*\n)*")
+        place = re.compile(rf"<!-- {re.escape(name)} -->\n+(?:\|.*\n)*\n*")
         if not place.search(text):
             raise KeyError(name)
-        text = place.sub(lambda found, table=table: found[1] + table, text)  # type: ignore[misc]
+        new = f"<!-- {name} -->\n\n{table}\n"
+        text = place.sub(lambda _, new=new: new, text)  # type: ignore[misc]
     return text
 
 
