@@ -106,7 +106,7 @@ def figure_17() -> list[Table]:
         problem = stages.problem_of(profile_on(model, machine(cluster)), machine(cluster))
         size = PIPEDREAM[model].rows
         alone = stages.bytes_per_sample(problem, stages.data_parallel(problem), size)
-        kinds = [stages.best_pipeline(problem), stages.least_bytes(problem)]
+        kinds: list[Partition | None] = [stages.best_pipeline(problem), stages.least_bytes(problem)]
         kinds += [stages.best_cuts(problem, (1, 1, 1, 1) if paper == STRAIGHT else tuple(map(int, paper.split("-"))))] if paper else []
         cells = list[str]()
         for found in kinds:
