@@ -22,6 +22,7 @@ from benchmarks.learning import __main__ as learning
 from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import stages
+from benchmarks.papers.document import put
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
@@ -366,6 +367,14 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
     text = papers.Table(**table).text
     assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n"
     assert text in capsys.readouterr().out
+
+
+def test_a_document_without_a_place_for_a_table_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        papers.main(["table-1", "--document", str(tmp_path / "none.md")])
+    assert "expected a document, found no file" in capsys.readouterr().err
+    with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
+        put("| old |\n", {"table 1": "| new |\n"})
 
 
 def layer_profile(n, forward, size):

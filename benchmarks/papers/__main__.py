@@ -4,6 +4,7 @@ No GPU is needed: profiles are analytic. Each part is a table or figure of PipeD
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks import parts
 from benchmarks.papers import pipedream, two_bw
 from benchmarks.papers.document import Table, write
 from benchmarks.papers.models import PIPEDREAM
+from jpipe import InputError
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "table-1": lambda options: pipedream.table_1(options.model or ()),
@@ -36,9 +38,19 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--document", type=_document, metavar="FILE", help="put the tables into this document, in place of its own")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
-    parts.run(parser, {name: _shown(part) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
+    try:
+        parts.run(parser, {name: _shown(part) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
+    except InputError as error:
+        sys.exit(f"bench-papers: {error}")
+
+
+def _document(name: str) -> Path:
+    """A document that is there."""
+    if not (path := Path(name)).is_file():
+        raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for each table")
+    return path
 
 
 def _shown(part: Callable[[argparse.Namespace], list[Table]]) -> Callable[[argparse.Namespace], Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jpipe import files
+from jpipe import InputError, files
 
 
 class Table(NamedTuple):
@@ -36,12 +36,12 @@ def put(text: str, tables: Mapping[str, str]) -> str:
         tables: Markdown by name.
 
     Raises:
-        KeyError: the document has no place for one of them.
+        InputError: the document has no place for one of them.
     """
     for name, table in tables.items():
         place = re.compile(rf"<!-- {re.escape(name)} -->\n+(?:\|.*\n)*\n*")
         if not place.search(text):
-            raise KeyError(name)
+            raise InputError(f"--document: expected a line '<!-- {name} -->' for this table, found none; add it")
         new = f"<!-- {name} -->\n\n{table}\n"
         text = place.sub(lambda _, new=new: new, text)  # type: ignore[misc]
     return text
