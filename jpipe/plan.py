@@ -109,6 +109,11 @@ class Stage(pydantic.BaseModel):
     fsdp: bool = False
 
     @property
+    def shape(self) -> FrozenMapping[int]:
+        """The mesh without axes of size 1, which shard nothing."""
+        return FrozenMapping({axis: size for axis, size in self.mesh.items() if size > 1})
+
+    @property
     def devices_each(self) -> int:
         """How many devices each replica has: the size of its mesh."""
         return math.prod(self.mesh.values())
@@ -485,7 +490,7 @@ def _check_meshes(plan: Plan) -> None:
                 f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{found}'; remove the rule or add the axis"
             )
     for p, stages in enumerate(plan.rank_stages):
-        if len({(plan.stages[s].mesh, plan.stages[s].fsdp) for s in stages}) > 1:
+        if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
             found_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {found_meshes}; they take turns on its devices")

@@ -94,8 +94,8 @@ class Partition:
 ONE_DEVICE = Partition()
 
 
-class _Place(NamedTuple):
-    """Where a parameter is."""
+class _Parameter(NamedTuple):
+    """A parameter by its place in the model."""
 
     layer_id: str
     path: str
@@ -117,14 +117,14 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
         InputError: a dim that a mesh axis does not divide, logical axes without a rule, patterns or rules that match nothing, or an axis
             of a mesh over which nothing is sharded.
     """
-    meshes = [{axis: size for axis, size in stage.mesh.items() if size > 1} for stage in plan.stages]
+    meshes = [stage.shape for stage in plan.stages]
     if not any(meshes) and not plan.param_axes:
         return (ONE_DEVICE,) * plan.depth
     axes = {layer_id: _axes_of(plan, layer_id, spec) for layer_id, spec in layers.items()}
     _check_matched(plan, axes, layers)
     _check_shared(plan, stack)
     found = tuple(
-        _partition(plan, stage, FrozenMapping(mesh), stack, layers, axes, rows) if mesh else ONE_DEVICE
+        _partition(plan, stage, mesh, stack, layers, axes, rows) if mesh else ONE_DEVICE
         for stage, mesh in zip(plan.stages, meshes, strict=True)
     )
     _check_used(plan, found)
@@ -151,22 +151,22 @@ def _partition(
     gathered: dict[str, dict[str, PartitionSpec]] = {}
     for entry, places in _entries(stack, stage.layers, layers).items():
         for path, (place, spec) in places.items():
-            own = _sharded(place, spec, axes[place.layer_id].get(place.path), rules, mesh)
-            whole = _over_rows(own, spec, mesh, batch) if stage.fsdp and batch is not None else own
-            if whole != WHOLE:
-                params.setdefault(entry, {})[path] = whole
-            if own != WHOLE:
-                gathered.setdefault(entry, {})[path] = own
+            in_use = _sharded(place, spec, axes[place.layer_id].get(place.path), rules, mesh)
+            at_rest = _over_rows(in_use, spec, mesh, batch) if stage.fsdp and batch is not None else in_use
+            if at_rest != WHOLE:
+                params.setdefault(entry, {})[path] = at_rest
+            if in_use != WHOLE:
+                gathered.setdefault(entry, {})[path] = in_use
     return Partition(mesh, rows, batch, params, gathered)
 
 
-def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Place, Any]]]:
+def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Parameter, Any]]]:
     """By entry of the stage's parameters, and by path in it, where each parameter is in the model, and its shape and dtype."""
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, ids)
-    found: dict[str, dict[str, tuple[_Place, Any]]] = {}
+    found: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
     for entry, tree in fresh.items():
-        first = _Place(*stack.ties.first[entry]) if entry in stack.ties.first else None
-        found[entry] = {path: (first or _Place(entry, path), leaf) for path, leaf in _paths(tree)}
+        first = _Parameter(*stack.ties.first[entry]) if entry in stack.ties.first else None
+        found[entry] = {path: (first or _Parameter(entry, path), leaf) for path, leaf in _paths(tree)}
     return found
 
 
@@ -182,7 +182,7 @@ def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str 
 
 
 def _sharded(
-    place: _Place, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
+    place: _Parameter, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
 ) -> PartitionSpec:
     """How a parameter is sharded by its logical axes."""
     if axes is None:
@@ -192,9 +192,9 @@ def _sharded(
     over: list[str | None] = []
     for dim, name in enumerate(axes):
         if name is not None and name not in rules:
-            known = ", ".join(f"'{rule}'" for rule in rules)
+            known, rule = ", ".join(f"'{logical}'" for logical in rules), {name: name if name in mesh else None}
             raise InputError(
-                f"{place}: expected logical axes that the rules name, {known}, found '{name}'; add a rule for it, such as None"
+                f"{place}: expected logical axes that the rules name, {known}, found '{name}'; add a rule for it, such as {rule}"
             )
         axis = None if name is None else rules[name]
         axis = axis if axis in mesh else None
@@ -242,7 +242,7 @@ def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, La
 def _check_shared(plan: Plan, stack: LayerStack) -> None:
     """Refuse parameters that stages on different meshes share: their copies would be rounded differently."""
     for stages, names in stack.ties.sharing([stage.layers for stage in plan.stages]).groups:
-        meshes = [(plan.stages[s].mesh, plan.stages[s].fsdp) for s in stages]
+        meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
         if len(set(meshes)) > 1:
             found = ", ".join(
                 f"stage {s} on {dict(mesh)}{' with fsdp' if fsdp else ''}" for s, (mesh, fsdp) in zip(stages, meshes, strict=True)

@@ -100,8 +100,8 @@ class Shards:
             if len(devices) == 1:
                 self._owned.setdefault(0, []).append((leaf, tuple((0, size) for size in spec.shape)))
                 continue
-            for box, having in holders(spec.sharding, spec.shape).items():
-                self._owned.setdefault(number[having[0]], []).append((leaf, box))
+            for box, having in holders(spec.sharding, spec.shape).items():  # those that several devices have are dealt to them in turn
+                self._owned.setdefault(number[having[leaf % len(having)]], []).append((leaf, box))
 
     @cached_property
     def specs(self) -> dict[int, list[jax.ShapeDtypeStruct]]:
@@ -142,6 +142,14 @@ def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.De
     return found
 
 
+def same_shards(a: Tree, b: Tree) -> bool:
+    """Whether two trees of specs have the same shards, so that each shard goes to a device as it is; of one device each is the whole."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        len(x.sharding.device_set) == 1 or holders(x.sharding, x.shape).keys() == holders(y.sharding, y.shape).keys() for x, y in pairs
+    )
+
+
 def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, jax.Array]) -> jax.Array:
     """The array whose shards these are, one of each distinct shard on a device that needs it; the others get copies."""
     shards = []
@@ -153,22 +161,29 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Dev
 
 def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree], fail: Callable[[BaseException], None]) -> "Future[Tree]":
     """What `join` makes of the results of all of them, in the thread that has the last one; `fail` gets its error, too."""
+    assert futures, "nothing to wait for"
     whole: Future[Tree] = Future()
-    lock, left = threading.Lock(), [len(futures)]
+    lock, results, joins = threading.Lock(), dict[int, Tree](), [join]
 
-    def one(future: "Future[Tree]") -> None:
-        with lock:
-            left[0] -= 1
-            if left[0] or whole.done():
-                return
+    def one(number: int, future: "Future[Tree]") -> None:
         try:
-            whole.set_result(join([future.result() for future in futures]))
+            result = future.result()
+            with lock:
+                results[number] = result
+                if len(results) < len(order):
+                    return
+            found = joins.pop()([results[i] for i in order])
+            results.clear()  # a future keeps this function, and would keep what it moved
+            whole.set_result(found)
         except BaseException as error:
-            whole.set_exception(error)
             fail(error)
+            with lock:
+                if not whole.done():
+                    whole.set_exception(error)
 
-    for future in futures:
-        future.add_done_callback(one)
+    order = range(len(futures))
+    for number, future in enumerate(futures):
+        future.add_done_callback(partial(one, number))
     return whole
 
 

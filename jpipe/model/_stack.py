@@ -191,6 +191,10 @@ class LayerStack:
         _refuse_untrainable(layer_id, params)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
+        axes: Any = layer.axes
+        if not isinstance(axes, Mapping):
+            expected = "logical axes by path, such as {'kernel': ('embed', 'mlp')}"
+            raise InputError(f"layer '{layer_id}': axes: expected {expected}, found {axes!r}")
         return LayerSpec(x, params, state, y, dict(layer.axes))
 
 

@@ -28,8 +28,9 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
     sizes = [plan.stages[plan.rank_stages[p][0]].devices_each for p, _ in plan.rank_places]
     of_ranks = _place_ranks(plan, sizes, devices)
     _check_apart(plan, of_ranks)
-    meshes = [FrozenMapping({axis: size for axis, size in stage.mesh.items() if size > 1}) for stage in plan.stages]
-    return _one_kind(plan, tuple(Place(of_ranks[rank], meshes[s]) for rank, (s, _) in zip(plan.rank_of, plan.workers, strict=True)))
+    return _one_kind(
+        plan, tuple(Place(of_ranks[rank], plan.stages[s].shape) for rank, (s, _) in zip(plan.rank_of, plan.workers, strict=True))
+    )
 
 
 def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
@@ -62,8 +63,10 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
         firsts = [number for ranks in plan.placement for number in ranks]
         last = max(first + size - 1 for first, size in zip(firsts, sizes, strict=True))
         if last >= len(everywhere):
-            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1}); name one of them"
-            raise InputError(f"plan: placement names device {last}, but {found}", *_both_grids(plan, everywhere))
+            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
+            names = f"names device {last}" if max(sizes) == 1 else f"has a mesh that ends at device {last}"
+            change = "name one of them" if max(sizes) == 1 else "begin it at another one"
+            raise InputError(f"plan: placement {names}, but {found}; {change}", *_both_grids(plan, everywhere))
         return [tuple(everywhere[first : first + size]) for first, size in zip(firsts, sizes, strict=True)]
     return _place_in_order(plan, sizes, everywhere)
 
@@ -101,7 +104,10 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
     owner: dict[jax.Device, tuple[jax.Device, ...]] = {}
     for rank, devices in enumerate(of_ranks):
         processes = sorted({device.process_index for device in devices})
-        if len(processes) > 1 or len(set(devices)) < len(devices):
+        if len(set(devices)) < len(devices):
+            shown = ", ".join(names[device] for device in devices)
+            raise InputError(f"devices: expected {len(devices)} different ones for the mesh of rank {rank}, found {shown}; give each once")
+        if len(processes) > 1:
             shown = ", ".join(f"{names[device]} of process {device.process_index}" for device in devices)
             raise InputError(
                 f"plan: expected {len(devices)} different devices of one process for the mesh of rank {rank}, found {shown}; a stage's "

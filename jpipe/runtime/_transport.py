@@ -10,7 +10,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
-from jpipe.meshes._routes import Route, Shards, joined
+from jpipe.meshes._routes import Route, Shards, joined, same_shards
 from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Handover, Reduction
@@ -96,6 +96,8 @@ class Transport:
             source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message)
             self._arriving[key] = arriving
             self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
+            if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
+                self._routes[key] = Route(leaving, arriving)  # `device_put` would gather such an array on the host
             if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
                 self._routes[key] = Route(leaving, arriving)
                 for pair in self._routes[key].pieces:
@@ -127,7 +129,7 @@ class Transport:
         """Find out whether `device_put` moves arrays over all links of all processes; only then do they use it."""
         if all(place.first.platform == "cpu" for place in self._places):
             return  # it is not dependable there
-        pairs = dict.fromkeys(pair for route in self._routes.values() for pair in route.pieces)
+        pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
         with processes.waiting("a number to arrive by jax.device_put"):
             works = [handover_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
         processes.broadcast(f"{name}: device_put works in process {processes.index}", [float(all(works))])
@@ -146,7 +148,10 @@ class Transport:
         key = i.worker, i.to, i.message
         if i.to in self._local:
             target = self._targets[key]
-            if target is not None:
+            if key in self._routes:
+                cut = self._routes[key].cut(tree)
+                tree = self._routes[key].join({pair: jax.device_put(pieces, pair[1]) for pair, pieces in cut.items()})
+            elif target is not None:
                 tree = jax.device_put(tree, target)
             elif i.message == "weights":  # both workers will write into them
                 tree = jax.tree.map(jnp.copy, tree)
@@ -269,6 +274,10 @@ class Transport:
         if not self._threads:
             return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
         self._processes.check()
+        if len(calls) == 1:
+            ((lane, call),) = calls.items()
+            future = lane_of(lane).put(lambda: join({lane: call()}), needs, self._processes.fail)
+            return PendingTransfer(future, words, on, self._processes, specs)
         futures = [lane_of(lane).put(call, needs, self._processes.fail) for lane, call in calls.items()]
         whole = joined(futures, lambda results: join(dict(zip(calls, results, strict=True))), self._processes.fail)
         return PendingTransfer(whole, words, on, self._processes, specs)

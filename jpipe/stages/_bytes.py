@@ -18,7 +18,7 @@ def measure_bytes(
     """The sizes of one stage on each of its devices, from shapes alone.
 
     They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
-    over the rows only, which is the most that a device may hold.
+    over the rows only, which is usually more than a device holds.
 
     Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute.
 

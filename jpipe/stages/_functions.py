@@ -431,12 +431,17 @@ class StageFunctions:
     @cached_property
     def outputs_spec(self) -> Tree:
         """Shapes and dtypes of y."""
-        return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)[0]
+        return self._forward_spec[0]
+
+    @cached_property
+    def _forward_spec(self) -> Any:
+        """Shapes and dtypes of (y, new state, saved arrays)."""
+        return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
         """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (kept, saved, message)."""
-        y, new_state, saved = jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
+        y, new_state, saved = self._forward_spec
         kept = self.residuals.keep(self.specs.arguments, (y, new_state))
         return kept, saved, y if self.last else (floats_of(y), jax.ShapeDtypeStruct((), self.loss_dtype))
 

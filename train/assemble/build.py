@@ -269,7 +269,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
             count = config.devices if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
-                f"plan: expected at least as many ranks as processes, found {count} for {num_processes} processes; start fewer, or use "
+                f"plan: expected at least as many devices as processes, found {count} for {num_processes} processes; start fewer, or use "
                 "more stages or replicas"
             )
     force_cpu_devices(1 if count % num_processes else count // num_processes)
