@@ -18,7 +18,7 @@ else echo "No Python 3.12 or newer found: the tests on the newest JAX are skippe
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -65,6 +65,9 @@ bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespa
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
+
+bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/papers.md
+	@$(VENV)/python -m benchmarks.papers --document docs/papers.md
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults

@@ -1,5 +1,6 @@
 """What the benchmarks compute from their measurements, and that they compare one and the same model."""
 
+import itertools
 import json
 import os
 import re
@@ -19,10 +20,16 @@ from benchmarks.hosts import network
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.emulation import Emulation, merged
+from benchmarks.papers import __main__ as papers
+from benchmarks.papers import stages
+from benchmarks.papers.document import put
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
+from planner.machine.topology import Topology
+from planner.profile.profile import Profile
+from planner.search.partition import Placed, Problem, evaluate
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(
@@ -337,3 +344,67 @@ def test_the_learning_benchmark_runs_all_variants_and_predicts_the_bubble(quickl
     assert len({values[-1] for values in losses.values()}) == 5  # each reads other weights
     assert {path.name for path in tmp_path.glob("*.png")} == {f"learning-{name}.png" for name in ("loss", "time", "accuracy")}
     assert capsys.readouterr().out.count("\n| P") == 3
+
+
+# Papers -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch, quickly_compiled, tmp_path, capsys):
+    if not real:  # which takes some seconds
+        layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]
+        profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
+        monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
+    document = tmp_path / "papers.md"
+    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n")
+    papers.main(["table-1", "--model", "S2VT", "--document", str(document), "--json", str(tmp_path / "papers.json")])
+    (table,) = json.loads((tmp_path / "papers.json").read_text())["table-1"]
+    ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
+    assert (model, cluster, paper) == ("S2VT", "4 × 1 C", "2-1-1 (3.01)")
+    faster, papers_own = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
+    assert as_paper.startswith("2-1-1 ")
+    assert faster >= papers_own > (0 if real else 1)
+    text = papers.Table(**table).text
+    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n"
+    assert text in capsys.readouterr().out
+
+
+def test_a_document_without_a_place_for_a_table_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        papers.main(["table-1", "--document", str(tmp_path / "none.md")])
+    assert "expected a document, found no file" in capsys.readouterr().err
+    with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
+        put("| old |\n", {"table 1": "| new |\n"})
+
+
+def layer_profile(n, forward, size):
+    at = [{"forward": forward, "backward": 2 * forward, "outputs": 10**6, "residuals": {"none": 10**6}}]
+    return {"id": f"layer {n}", "weights": size, "optimizer": size, "at": at}
+
+
+def placements(replicas, count):
+    """All cuts of so many layers into stages with these replicas."""
+    firsts = (0, *itertools.accumulate(replicas))
+    for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
+        pieces = itertools.pairwise((0, *cuts, count))
+        yield [Placed(*piece, first, own) for piece, first, own in zip(pieces, firsts, replicas, strict=False)]
+
+
+def test_the_cuts_for_given_replicas_are_the_fastest():
+    random = np.random.default_rng(0)
+    costs = [
+        jpipe.programs.LayerCost(time, 2 * time, outputs=int(out), weights=int(size), update=0.1)
+        for time, out, size in zip(random.uniform(1, 5, 6), random.uniform(1, 9, 6), random.uniform(1, 40, 6), strict=True)
+    ]
+    problem = Problem(costs, Topology.flat(4, 1.0))
+    for replicas in stages.configurations(4):
+        every = [evaluate(problem, placed) for placed in placements(replicas, 6)]
+        assert stages.best_cuts(problem, replicas).seconds == min(one.seconds for one in every)
+    assert stages.best_pipeline(problem).seconds == min(stages.best_cuts(problem, one).seconds for one in stages.configurations(4))
+    sent = [
+        stages.bytes_per_sample(problem, evaluate(problem, placed), 1)
+        for replicas in stages.configurations(4)
+        for placed in placements(replicas, 6)
+    ]
+    assert stages.bytes_per_sample(problem, stages.least_bytes(problem), 1) == pytest.approx(min(sent))
+    assert stages.best_cuts(Problem(costs[:2], Topology.flat(4, 1.0)), (2, 1, 1)) is None

@@ -1,0 +1,72 @@
+"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--model NAME]`: the papers' tables and figures beside what is predicted here.
+
+No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import parts
+from benchmarks.papers import pipedream, two_bw
+from benchmarks.papers.document import Table, write
+from benchmarks.papers.models import PIPEDREAM
+from jpipe import InputError
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
+    "table-1": lambda options: pipedream.table_1(options.model or ()),
+    "figure-17": lambda _: pipedream.figure_17(),
+    "figure-1": lambda _: pipedream.figure_1(),
+    "figure-12": lambda _: pipedream.figure_12(),
+    "figure-14": lambda _: pipedream.figure_14(),
+    "figure-16": lambda _: pipedream.figure_16(),
+    "figure-18": lambda _: pipedream.figure_18(),
+    "2bw-figure-6": lambda _: two_bw.figure_6(),
+    "2bw-figure-7": lambda _: two_bw.figure_7(),
+    "2bw-figure-8": lambda _: two_bw.figure_8(),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the parts that the command line names.
+
+    Args:
+        arguments: of the command line, by default those of this process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--document", type=_document, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
+    try:
+        parts.run(parser, {name: _shown(part) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
+    except InputError as error:
+        sys.exit(f"bench-papers: {error}")
+
+
+def _document(name: str) -> Path:
+    """A document that is there."""
+    if not (path := Path(name)).is_file():
+        raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for each table")
+    return path
+
+
+def _shown(part: Callable[[argparse.Namespace], list[Table]]) -> Callable[[argparse.Namespace], Any]:
+    """The part, with its tables printed, put into the document, and given as data."""
+
+    def run(options: argparse.Namespace) -> Any:
+        tables = part(options)
+        for table in tables:
+            print(f"{table.name}\n\n{table.text}", flush=True)
+        if options.document:
+            write(options.document, {table.name: table.text for table in tables})
+        return [table._asdict() for table in tables]
+
+    return run
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

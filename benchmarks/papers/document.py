@@ -1,0 +1,57 @@
+"""Tables as Markdown: printed, and put into a document in place of the ones that are there."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jpipe import InputError, files
+
+
+class Table(NamedTuple):
+    """A table for the document.
+
+    Attributes:
+        name: of its place, `<!-- NAME -->` in the document.
+        head: names of the columns.
+        rows: as many cells each.
+    """
+
+    name: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    @property
+    def text(self) -> str:
+        """As Markdown, a line each row."""
+        lines = [self.head, ["---"] * len(self.head), *self.rows]
+        return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def put(text: str, tables: Mapping[str, str]) -> str:
+    """The text with each table after the line `<!-- NAME -->`, in place of the lines of a table that follow it.
+
+    Args:
+        text: of the document.
+        tables: Markdown by name.
+
+    Raises:
+        InputError: the document has no place for one of them.
+    """
+    for name, table in tables.items():
+        place = re.compile(rf"<!-- {re.escape(name)} -->\n+(?:\|.*\n)*\n*")
+        if not place.search(text):
+            raise InputError(f"--document: expected a line '<!-- {name} -->' for this table, found none; add it")
+        new = f"<!-- {name} -->\n\n{table}\n"
+        text = place.sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    return text
+
+
+def write(document: Path, tables: Mapping[str, str]) -> None:
+    """Put tables into a document, in one step.
+
+    Args:
+        document: a file with a place for each of them.
+        tables: Markdown by name.
+    """
+    files.write_atomically(document, put(document.read_text(encoding="utf-8"), tables))

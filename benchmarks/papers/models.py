@@ -1,0 +1,136 @@
+"""Analytic profiles of the models of `configs/papers/`, each made once in a run, and the papers' clusters.
+
+Images need no files. The data of the other models is that of `jpipe data make`, which gives the shapes of a row.
+"""
+
+import contextlib
+import functools
+import io
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+import jpipe
+from benchmarks.planner.paper_2bw import with_blocks
+from planner.machine.topology import Level, Topology
+from planner.profile.analyze import analyze
+from planner.profile.profile import Profile
+from train.config import config_file
+from train.config.config import ModelConfig
+from train.config.presets import PRESETS
+from train.console.progress import Reporter
+from train.data import make
+from train.models import cross_entropy, layers
+from train.plan.planning import Parts
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FEATURES = 4096  # of a frame, as in the paper; the sample has fewer
+
+
+class Paper(NamedTuple):
+    """A model of PipeDream's table 1.
+
+    Attributes:
+        config: its name in `configs/papers/`.
+        rows: the paper's microbatch for each GPU.
+        sample: the name of the data in `jpipe data make`; "": it needs none.
+    """
+
+    config: str
+    rows: int
+    sample: str = ""
+
+
+PIPEDREAM = {
+    "VGG-16": Paper("vgg16", 64),
+    "ResNet-50": Paper("resnet50", 128),
+    "AlexNet": Paper("alexnet", 256),
+    "GNMT-16": Paper("gnmt-16", 64, "translation"),
+    "GNMT-8": Paper("gnmt-8", 64, "translation"),
+    "AWD-LM": Paper("awd-lm", 80, "words"),
+    "S2VT": Paper("s2vt", 80, "captions"),
+}
+"""By name in the paper."""
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "GPT, 1.3B": {"preset": "gpt-1.3b"},
+    "GPT, 2.2B": {"preset": "gpt-2.2b"},
+    "GPT, 3.8B": {"preset": "gpt-3.8b"},
+    "BERT, 2.2B": {"preset": "bert-355m", "depth": 48, "width": 1920, "heads": 20},
+    "BERT, 3.8B": {"preset": "bert-355m", "depth": 48, "width": 2560, "heads": 20},
+}
+"""The keys of `model`, by name. 2BW's BERTs have no preset: their depths and widths are those of its GPTs."""
+
+
+def topology(name: str) -> Topology:
+    """That of a file in `configs/topologies/`."""
+    file = CONFIGS / "topologies" / f"{name}.yaml"
+    return Topology.from_yaml(file.read_text(encoding="utf-8"), file.name)
+
+
+def servers(cluster: str, count: int, bandwidth_inside: float | None = None) -> Topology:
+    """So many servers of a cluster of two levels.
+
+    Args:
+        cluster: a name in `configs/topologies/`.
+        count: the servers.
+        bandwidth_inside: of the links inside a server, in bytes per second; None: as in the file.
+    """
+    whole = topology(cluster)
+    inside, between = whole.levels
+    if bandwidth_inside:
+        inside = inside.model_copy(update={"bandwidth": bandwidth_inside})
+    levels: tuple[Level, ...] = (inside, between.model_copy(update={"count": count})) if count > 1 else (inside,)
+    return whole.model_copy(update={"levels": levels})
+
+
+@functools.cache
+def pipedream_profile(name: str) -> Profile:
+    """A model of `PIPEDREAM` at the paper's microbatch size, for the device of Cluster-A."""
+    paper = PIPEDREAM[name]
+    console = Console(file=io.StringIO(), width=200)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        if paper.sample:
+            sample = Path("samples") / paper.sample
+            sample.mkdir(parents=True)
+            make.SAMPLES[paper.sample](sample, 0)
+        overrides = ["data.arguments.features=32"] if paper.sample == "captions" else []
+        parts = Parts.of(config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", overrides), Reporter(1, 1, "rows", console))
+
+        def rows(count: int) -> Any:
+            inputs, labels = parts.rows(count)
+            if paper.sample == "captions":
+                frames = inputs["features"]
+                inputs = {**inputs, "features": jax.ShapeDtypeStruct((*frames.shape[:-1], FEATURES), frames.dtype)}
+            return inputs, labels
+
+        device = topology("cluster-a").device
+        model = parts.stack, rows, parts.loss, parts.rule
+        return analyze(*model, (paper.rows,), device, policies=("none",), precision=parts.precision)
+
+
+@functools.cache
+def transformer_profile(name: str, sizes: tuple[int, ...], policies: tuple[str, ...]) -> Profile:
+    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers; embedding and head share no weights.
+
+    Blocks are equal, so a model of two blocks is profiled, and as many are put in their place.
+    """
+    keys = {**PRESETS[TRANSFORMERS[name]["preset"]], **TRANSFORMERS[name]}
+    del keys["preset"]
+    keys["tied"] = keys.get("kind") == "bert"  # which is always tied; `with_blocks` leaves it out
+    config = ModelConfig(**{**keys, "depth": 2})
+
+    def rows(count: int) -> Any:
+        tokens = jax.ShapeDtypeStruct((count, config.seq_len), np.int32)
+        labels = {"tokens": tokens, "next": jax.ShapeDtypeStruct((count,), np.int32)} if config.kind == "bert" else tokens
+        return tokens, labels
+
+    model = layers.layers(config), rows, cross_entropy.loss, optax.adam(1e-4)
+    device = topology("v100-16gb-8").device
+    two = analyze(*model, sizes, device, policies=policies, precision=jpipe.Precision(params="bfloat16"))
+    return with_blocks(two, keys["depth"])

@@ -1,0 +1,140 @@
+"""The fastest cuts for given replicas, and what a partition does: its speed-up over data parallelism, its bytes, its simulation."""
+
+import itertools
+import math
+
+import jpipe
+from planner.cost.price import all_reduce_seconds, cut_seconds
+from planner.cost.simulated import Simulated, simulated
+from planner.machine.topology import Device, Topology
+from planner.profile.profile import Profile
+from planner.search.candidates import as_candidate
+from planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+
+
+def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
+    """The same model with other times and sizes.
+
+    Args:
+        profile: with one microbatch size.
+        seconds: the factor of all times.
+        size: the factor of weights, gradients and outputs.
+    """
+    found = []
+    for layer in profile.layers:
+        (one,) = layer.at
+        times = {"forward": one.forward * seconds, "backward": one.backward * seconds, "outputs": int(one.outputs * size)}
+        sizes = {"weights": int(layer.weights * size), "accumulators": int(layer.accumulators * size)}
+        found.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
+    return profile.model_copy(update={"layers": tuple(found)})
+
+
+def rate(device: Device, dtype: str = "float32") -> float:
+    """FLOP/s that large matrix products reach."""
+    return device.flops[dtype] * device.efficiency
+
+
+def problem_of(profile: Profile, topology: Topology) -> Problem:
+    """The search at the only microbatch size, with the paper's updates and without a limit of memory."""
+    costs: list[jpipe.programs.LayerCost] = list(profile.costs(profile.sizes[0]).values())
+    return Problem(costs, topology, inputs=profile.inputs[0], labels=profile.labels[0])
+
+
+def best_cuts(problem: Problem, replicas: tuple[int, ...]) -> Partition | None:
+    """The fastest stages with so many replicas each, by dynamic programming over the cuts.
+
+    Args:
+        problem: the costs and the devices.
+        replicas: of each stage.
+
+    Returns:
+        None if there are fewer layers than stages.
+    """
+    count, firsts = len(problem.layers), [0, *itertools.accumulate(replicas)]
+    best: dict[int, tuple[float, tuple[Placed, ...]]] = {0: (0.0, ())}
+    for s, own in enumerate(replicas):
+        last = s == len(replicas) - 1
+        found: dict[int, tuple[float, tuple[Placed, ...]]] = {}
+        for start, (before, placed) in best.items():
+            cut = 0.0
+            if s:
+                link = problem.link(firsts[s - 1], firsts[s + 1] - 1)
+                cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
+            for stop in range(count if last else start + 1, count + 1):
+                stage = Placed(start, stop, firsts[s], own)
+                seconds = max(before, cut, seconds_of(problem, stage)) if start < stop else math.inf
+                if seconds < found.get(stop, (math.inf, ()))[0]:
+                    found[stop] = seconds, (*placed, stage)
+        best = found
+    return evaluate(problem, best[count][1]) if count in best else None
+
+
+def data_parallel(problem: Problem) -> Partition:
+    """All layers on every device."""
+    return evaluate(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
+
+
+def configurations(devices: int, depth: int | None = None) -> list[tuple[int, ...]]:
+    """All ways to give the devices to stages, at least two of them, as replicas of each stage."""
+    depths = range(2, devices + 1) if depth is None else (depth,)
+    return [split for d in depths for split in itertools.product(range(1, devices + 1), repeat=d) if sum(split) == devices]
+
+
+def best_pipeline(problem: Problem) -> Partition:
+    """The fastest partition of at least two stages; of a few devices only, because it tries all replicas."""
+    found = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
+    return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
+
+
+def least_bytes(problem: Problem) -> Partition:
+    """The partition of at least two stages that sends the fewest bytes; of a few devices only, because it tries all replicas and cuts."""
+    count, devices = len(problem.layers), problem.topology.num_devices
+    summed = [0, *itertools.accumulate(layer.summed for layer in problem.layers)]
+    best: tuple[float, list[Placed]] = math.inf, []
+    for replicas in configurations(devices):
+        firsts = (0, *itertools.accumulate(replicas))
+        for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
+            ends = zip((0, *cuts), (*cuts, count), firsts, replicas, strict=False)
+            placed = [Placed(start, stop, first, own) for start, stop, first, own in ends]
+            sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
+            sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch
+            best = min(best, (sent, placed), key=lambda found: found[0])
+    return evaluate(problem, best[1])
+
+
+def name_of(partition: Partition) -> str:
+    """`15-1`: the replicas of each stage; `straight`: more than one stage, none of them replicated."""
+    replicas = [stage.replicas for stage in partition.stages]
+    return "straight" if len(replicas) > 1 and max(replicas) == 1 else "-".join(map(str, replicas))
+
+
+def sum_share(problem: Problem) -> float:
+    """Seconds of the sum of all gradients over all devices, divided by those of a microbatch's forward and backward."""
+    devices = problem.topology.num_devices
+    summed = all_reduce_seconds(sum(layer.summed for layer in problem.layers), devices, problem.link(0, devices - 1))
+    return float(summed) / sum(layer.forward + layer.backward for layer in problem.layers)
+
+
+def bytes_per_sample(problem: Problem, partition: Partition, rows: int) -> float:
+    """Bytes that all devices together send for each sample: outputs, their gradients, and the sums of the weights' gradients."""
+    return as_candidate(problem, partition, rows).sent
+
+
+def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", extra: int = 0) -> Simulated:
+    """A partition under a schedule.
+
+    Args:
+        profile: of the model.
+        problem: which the partition solves.
+        partition: the stages.
+        schedule: another than `pipedream` takes as many microbatches a batch as the replicas can share evenly.
+        extra: additional microbatches in flight a link.
+    """
+    plan = partition.plan(profile.ids, problem)
+    if schedule != plan.schedule:
+        plan = jpipe.Plan(schedule=schedule, microbatches=plan.microbatches, stages=[stage.model_dump() for stage in plan.stages])
+    if extra:
+        plan = jpipe.Plan(**{**plan.model_dump(), "extra_in_flight": extra})
+    found = simulated(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
+    assert found is not None, "too long to simulate"
+    return found
