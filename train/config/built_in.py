@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from train.config import sequence_config, vision_config
 from train.config.section import BuiltIn
+from train.config.targets import sequence_config, vision_config
 
 MODELS: Mapping[str, BuiltIn] = MappingProxyType(
     {

@@ -11,7 +11,7 @@ from jaxtyping import Float32, Int32
 
 from jpipe import InputError
 from jpipe.files import expanded
-from train.config.sequence_config import CaptionsData
+from train.config.targets.sequence_config import CaptionsData
 from train.console.terminal import count
 from train.data.data import Data
 from train.data.sentences import FOLDER, Words, data_of, in_order, lines_of, shifted, shown, usable

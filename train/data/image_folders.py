@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jpipe import InputError
-from train.config.vision_config import ImagesData
+from train.config.targets.vision_config import ImagesData
 from train.console import interrupt
 from train.console.terminal import count
 from train.data import sources

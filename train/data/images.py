@@ -1,7 +1,7 @@
 """`data.target: images`: folders of images, one folder per class, for the built-in models of images."""
 
 from jpipe import InputError
-from train.config.vision_config import ImagesData
+from train.config.targets.vision_config import ImagesData
 from train.console.terminal import count
 from train.data import image_folders
 from train.data.data import Data

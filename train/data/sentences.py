@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from jpipe import InputError
 from jpipe.files import expanded, read_text
-from train.config.sequence_config import Unusable
+from train.config.targets.sequence_config import Unusable
 from train.console.terminal import count
 from train.data.data import Data
 from train.data.rows import Batch, BatchesOfRows, Elements

@@ -10,7 +10,7 @@ from jaxtyping import Int32
 
 from jpipe import InputError
 from jpipe.files import expanded
-from train.config.sequence_config import TranslationData
+from train.config.targets.sequence_config import TranslationData
 from train.data import tokenizer as tokenizers
 from train.data.data import Data
 from train.data.sentences import FOLDER, data_of, in_order, lines_of, shifted, shown, usable

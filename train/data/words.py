@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jpipe import InputError
-from train.config.sequence_config import WordsData
+from train.config.targets.sequence_config import WordsData
 from train.console.terminal import count
 from train.data.data import Data
 from train.data.sentences import END, FOLDER, Words, data_of, lines_of, shown

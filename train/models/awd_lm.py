@@ -19,7 +19,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
-from train.config.sequence_config import AwdLm
+from train.config.targets.sequence_config import AwdLm
 from train.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]

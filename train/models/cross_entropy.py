@@ -12,7 +12,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from train.config.sequence_config import SmoothedLoss
+from train.config.targets.sequence_config import SmoothedLoss
 
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
 Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}

@@ -17,7 +17,7 @@ from flax import linen
 from jaxtyping import Array, Bool, Float
 
 import jpipe
-from train.config.sequence_config import Gnmt
+from train.config.targets.sequence_config import Gnmt
 from train.models.recurrent import LSTM, Embedding, below
 
 Stream = dict[str, Any]

@@ -15,7 +15,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
-from train.config.sequence_config import S2vt
+from train.config.targets.sequence_config import S2vt
 from train.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]

@@ -1,7 +1,6 @@
 """Which way messages take between processes, on devices and with processes that are only said to be there."""
 
 import contextlib
-from types import SimpleNamespace
 from unittest.mock import NonCallableMock
 
 import jax
@@ -44,7 +43,7 @@ def test_messages_go_by_device_put_where_it_works_between_all_processes(platform
     monkeypatch.setattr(_transport, "link_between", lambda *_: collective)
     monkeypatch.setattr(_transport, "handover_between", lambda *_: handover)
     transport = Transport([Place((one,)) for one in pair], [[0], [1]], processes, threads=False)
-    transport._routes = {(0, 1, "activation"): SimpleNamespace(pieces={pair: []})}
+    transport._used = {pair: collective}
     transport.connect("pipeline 0")
     assert transport.way == way
     assert transport._link(pair) is (handover if way == "device_put" else collective)

@@ -7,7 +7,7 @@ import pytest
 
 from jpipe import InputError
 from train.config.config import Config
-from train.config.sequence_config import CaptionsData
+from train.config.targets.sequence_config import CaptionsData
 from train.data import data
 from train.data.captions import features_of
 

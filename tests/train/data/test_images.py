@@ -10,7 +10,7 @@ from PIL import Image
 
 from jpipe import InputError
 from train.config.config import Config
-from train.config.vision_config import ImagesData
+from train.config.targets.vision_config import ImagesData
 from train.data import data, images
 from train.data.image_rows import DEVIATION, MEAN, Crops
 

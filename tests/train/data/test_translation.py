@@ -5,7 +5,7 @@ import pytest
 
 from jpipe import InputError
 from train.config.config import Config
-from train.config.sequence_config import TranslationData
+from train.config.targets.sequence_config import TranslationData
 from train.data import data, make, translation
 
 

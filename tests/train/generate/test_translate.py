@@ -10,7 +10,7 @@ import yaml
 
 from tests.train.models.running import params_of
 from train import cli
-from train.config.sequence_config import Gnmt
+from train.config.targets.sequence_config import Gnmt
 from train.console.terminal import printable
 from train.data import make
 from train.generate.translate import greedy

@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from tests.train.models.running import params_of
-from train.config.sequence_config import AwdLm
+from train.config.targets.sequence_config import AwdLm
 from train.models.awd_lm import Embed, layers, variational
 from train.models.cross_entropy import loss
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.models.running import params_of
 from tests.train.models.test_recurrent import plain_lstm
-from train.config.sequence_config import Gnmt
+from train.config.targets.sequence_config import Gnmt
 from train.models.gnmt import Attention, layers
 
 SMALL = Gnmt(vocab_size=13, depth=6, width=4, dropout=0.0)

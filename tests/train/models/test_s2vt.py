@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.train.models.running import applied, params_of
 from tests.train.models.test_recurrent import plain_lstm
-from train.config.sequence_config import S2vt
+from train.config.targets.sequence_config import S2vt
 from train.models.s2vt import layers
 
 

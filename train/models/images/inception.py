@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from train.config.vision_config import InceptionV3
+from train.config.targets.vision_config import InceptionV3
 from train.models.images.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool
 
 Step = Conv | Callable[[Any], Any] | tuple[Conv, Conv]

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from train.config.vision_config import Resnet50
+from train.config.targets.vision_config import Resnet50
 from train.models.images.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels
 
 BLOCKS = 3, 4, 6, 3

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import jpipe
-from train.config.vision_config import Alexnet, Vgg16
+from train.config.targets.vision_config import Alexnet, Vgg16
 from train.models.images.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, channels
 
 Convolutions = tuple[tuple[str, Conv, MaxPool | None], ...]
