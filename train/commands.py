@@ -430,7 +430,7 @@ def make(
     """
     with interrupt.held():
         from jpipe import InputError
-        from train.data import make as making
+        from train.data.samples import make as making
     interrupt.check()
 
     try:

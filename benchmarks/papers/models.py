@@ -24,7 +24,7 @@ from train.config import config_file
 from train.config.config import ModelConfig
 from train.config.presets import PRESETS
 from train.console.progress import Reporter
-from train.data import make
+from train.data.samples import make
 from train.models import cross_entropy, layers
 from train.plan.planning import Parts
 

@@ -21,10 +21,10 @@ MODELS: Mapping[str, BuiltIn] = MappingProxyType(
 
 DATA: Mapping[str, BuiltIn] = MappingProxyType(
     {
-        "images": BuiltIn(vision_config.ImagesData, "train.data.images:load"),
-        "translation": BuiltIn(sequence_config.TranslationData, "train.data.translation:load"),
-        "words": BuiltIn(sequence_config.WordsData, "train.data.words:load"),
-        "captions": BuiltIn(sequence_config.CaptionsData, "train.data.captions:load"),
+        "images": BuiltIn(vision_config.ImagesData, "train.data.targets.images:load"),
+        "translation": BuiltIn(sequence_config.TranslationData, "train.data.targets.translation:load"),
+        "words": BuiltIn(sequence_config.WordsData, "train.data.targets.words:load"),
+        "captions": BuiltIn(sequence_config.CaptionsData, "train.data.targets.captions:load"),
     }
 )
 """`data.target`. Called with (arguments, seed, rows of a batch), they return a `train.data.data.Data`."""

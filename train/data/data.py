@@ -13,9 +13,10 @@ import grain
 from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import image_rows, masked, own_data, splits, windows
+from train.data import masked, own_data, splits, windows
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
+from train.data.targets import image_rows
 
 _READERS = {  # built-in data, and the built-in models that it is for
     "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),

@@ -20,7 +20,7 @@ from train.config import config_file
 from train.config.config import Config
 from train.console import interrupt
 from train.console.terminal import count
-from train.data import sentences, translation
+from train.data.targets import sentences, translation
 from train.data.tokenizer import Tokenizer
 
 ROWS = 64  # sentences at a time

@@ -9,7 +9,7 @@ from jpipe import InputError
 from train.config.config import Config
 from train.config.targets.sequence_config import CaptionsData
 from train.data import data
-from train.data.captions import features_of
+from train.data.targets.captions import features_of
 
 
 @pytest.fixture

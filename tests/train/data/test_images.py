@@ -11,8 +11,9 @@ from PIL import Image
 from jpipe import InputError
 from train.config.config import Config
 from train.config.targets.vision_config import ImagesData
-from train.data import data, images
-from train.data.image_rows import DEVIATION, MEAN, Crops
+from train.data import data
+from train.data.targets import images
+from train.data.targets.image_rows import DEVIATION, MEAN, Crops
 
 CLASSES = {"cat": 12, "dog": 9, "eel": 11}
 SIZE = 6

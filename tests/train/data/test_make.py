@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from train import cli
-from train.data import make, sample_images
+from train.data.samples import make, sample_images
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -6,7 +6,9 @@ import pytest
 from jpipe import InputError
 from train.config.config import Config
 from train.config.targets.sequence_config import TranslationData
-from train.data import data, make, translation
+from train.data import data
+from train.data.samples import make
+from train.data.targets import translation
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from jpipe import InputError
 from train.config.config import Config
 from train.data import data
-from train.data.sentences import Words
+from train.data.targets.sentences import Words
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.train.models.running import params_of
 from train import cli
 from train.config.targets.sequence_config import Gnmt
 from train.console.terminal import printable
-from train.data import make
+from train.data.samples import make
 from train.generate.translate import greedy
 from train.models.gnmt import layers
 

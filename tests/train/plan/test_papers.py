@@ -16,7 +16,7 @@ from planner.profile.analyze import analyze
 from train import cli
 from train.config import config_file
 from train.console.progress import Reporter
-from train.data import make
+from train.data.samples import make
 from train.plan.planning import Parts, Request, read_topology, search
 from train.plan.simulate import plan_and_costs
 

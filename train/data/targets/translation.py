@@ -13,7 +13,7 @@ from jpipe.files import expanded
 from train.config.targets.sequence_config import TranslationData
 from train.data import tokenizer as tokenizers
 from train.data.data import Data
-from train.data.sentences import FOLDER, data_of, in_order, lines_of, shifted, shown, usable
+from train.data.targets.sentences import FOLDER, data_of, in_order, lines_of, shifted, shown, usable
 
 Inputs = dict[str, Int32[np.ndarray, "..."]]
 

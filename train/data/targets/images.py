@@ -3,10 +3,10 @@
 from jpipe import InputError
 from train.config.targets.vision_config import ImagesData
 from train.console.terminal import count
-from train.data import image_folders
 from train.data.data import Data
-from train.data.image_rows import FOLDER, Crops, Rows, row_spec
 from train.data.rows import BatchesOfRows
+from train.data.targets import image_folders
+from train.data.targets.image_rows import FOLDER, Crops, Rows, row_spec
 
 
 def load(arguments: ImagesData, seed: int, batch_size: int) -> Data:
@@ -18,7 +18,7 @@ def load(arguments: ImagesData, seed: int, batch_size: int) -> Data:
         batch_size: rows of a batch.
 
     Raises:
-        InputError: see `train.data.image_folders.read`; there is less than a batch for training or for validation.
+        InputError: see `train.data.targets.image_folders.read`; there is less than a batch for training or for validation.
     """
     split = image_folders.read(arguments)
     have = len(split.train), len(split.validation)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe.files import new_folder, unused
-from train.data import sample_images, sample_sentences
+from train.data.samples import sample_images, sample_sentences
 
 Maker = Callable[[Path, int], str]
 """Writes a data set into an empty folder. It is a pure function of the seed, from 0 to 2**32 - 1. It returns in words what it made."""

@@ -14,7 +14,7 @@ from jpipe.files import expanded
 from train.config.targets.sequence_config import CaptionsData
 from train.console.terminal import count
 from train.data.data import Data
-from train.data.sentences import FOLDER, Words, data_of, in_order, lines_of, shifted, shown, usable
+from train.data.targets.sentences import FOLDER, Words, data_of, in_order, lines_of, shifted, shown, usable
 
 ARRAY = "features"
 _MOST_FRAMES = 10**6

@@ -14,8 +14,8 @@ from train.config.targets.vision_config import ImagesData
 from train.console import interrupt
 from train.console.terminal import count
 from train.data import sources
-from train.data.image_rows import FOLDER, reason_not_to_decode
 from train.data.rows import THREADS
+from train.data.targets.image_rows import FOLDER, reason_not_to_decode
 
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 """Of the names of images, in lower or upper case."""

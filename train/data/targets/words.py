@@ -11,7 +11,7 @@ from jpipe import InputError
 from train.config.targets.sequence_config import WordsData
 from train.console.terminal import count
 from train.data.data import Data
-from train.data.sentences import END, FOLDER, Words, data_of, lines_of, shown
+from train.data.targets.sentences import END, FOLDER, Words, data_of, lines_of, shown
 
 Row = tuple[dict[str, Int32[np.ndarray, "..."]], Int32[np.ndarray, " s"]]
 

@@ -1,0 +1,1 @@
+"""Data of the built-in targets: folders of images, parallel text, running words, captions."""
