@@ -1,7 +1,7 @@
 """The memory of a plan from its compiled stages, instead of the sum over layers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from planner.cost.memory import stage_bytes, waiting_inputs
 from planner.cost.simulated import simulated
 from planner.ranking.choose import Choice, Ranked
 
+_AT_ONCE = 8  # stages that are compiled without a look at the fullest first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
@@ -23,11 +24,13 @@ class Compiled:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
         estimated: bytes of each rank, from the profile: in closed form, or simulated where there is none.
         lacking: the most bytes that a rank lacks, 0 or less if the plan fits; None if memory is not limited.
+        ranks: those whose stages are compiled; of the others the estimate is what is known.
     """
 
     ranked: Ranked
     estimated: tuple[int, ...]
     lacking: float | None
+    ranks: tuple[int, ...]
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -43,7 +46,8 @@ class Compiled:
 def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
-    Of a plan on meshes only the stages of the fullest rank are compiled (`compiled_stages`); what XLA would say of the others is estimated.
+    Of a plan of many stages those of the fullest rank come first, and the others only if these fit. Of a plan on meshes, whose stages take
+    longer to compile and are mostly equal, the others are not compiled: what XLA would say of them is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
@@ -52,24 +56,31 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         batch: specs of a whole batch, (inputs, labels).
         device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
     """
+    plan = choice.plan(ranked)
+    every, fullest = tuple(range(plan.depth)), plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
+    on_meshes = any(stage.mesh for stage in plan.stages)
+    if on_meshes or plan.depth > _AT_ONCE:
+        first = _with_compiled(choice, ranked, pipe, batch, device, fullest)
+        if on_meshes or not first.fits:
+            return first
+    return _with_compiled(choice, ranked, pipe, batch, device, every)
+
+
+def _with_compiled(
+    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int]
+) -> Compiled:
+    """As `compiled`, with only these stages compiled."""
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
-    estimates, stages = profile.stage_costs(plan, ranked.candidate.rows), compiled_stages(plan, ranked)
-    costs = []
+    costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
     for s, (size, estimate) in enumerate(zip(pipe.costs(batch, compiled_for=device, stages=stages), estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
-    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit)
-
-
-def compiled_stages(plan: jpipe.Plan, ranked: Ranked) -> tuple[int, ...]:
-    """The stages of a plan that are compiled: all; where they are on meshes, which takes minutes each, those of the fullest rank."""
-    if not any(stage.mesh for stage in plan.stages):
-        return tuple(range(plan.depth))
-    return plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
+    ranks = tuple(p for p, own in enumerate(plan.rank_stages) if set(own) <= set(stages))
+    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, ranks)
 
 
 def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:

@@ -240,7 +240,10 @@ _MUCH = 0.001  # share of a device's memory from which on the pairs of positions
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     """The memory of a rank, and if its stages are compiled how good the estimate was."""
-    estimate = "" if confirmed is None else f", estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
+    if confirmed is None or p not in confirmed.ranks:
+        estimate = "" if confirmed is None else " estimated"
+    else:
+        estimate = f", estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
     return table.size(chosen.memory[p]) + estimate
 
 
