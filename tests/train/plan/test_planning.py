@@ -63,7 +63,7 @@ def fits(monkeypatch):
 
         def compiled(choice, ranked, *_):
             asked.append(ranked.candidate)
-            return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0)
+            return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0, ())
 
         monkeypatch.setattr(planning, "compiled", compiled)
         return asked
