@@ -366,9 +366,8 @@ class Plan(pydantic.BaseModel):
         starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
         stages = [
             {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
-            for a, b, count, policy, sizes in zip(
-                starts, starts[1:], counts, policies, meshes, strict=False
-            )  # the last start is an end only
+            # The last start is an end only.
+            for a, b, count, policy, sizes in zip(starts, starts[1:], counts, policies, meshes, strict=False)
         ]
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = _even_ranks(schedule, num_stages, len(layers), chunks_per_rank)

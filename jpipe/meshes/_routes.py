@@ -1,4 +1,4 @@
-"""Which piece of each array goes from which device to which, between workers of different processes: each piece once, nothing gathered."""
+"""Which piece of each array goes from which device to which, from worker to worker: each piece once, nothing gathered."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Route:
-    """The way of one kind of message from a worker to a worker of another process.
+    """The way of one kind of message from a worker to one of another process, or to one of this process with other shards.
 
     Each distinct shard that the receiver needs comes in as many pieces as there are shards of the sender that it overlaps in its first
     dim, each over the link of one pair of devices. What several devices of the receiver need comes once and is copied among them.

@@ -74,7 +74,7 @@ class Transport:
         self._local = frozenset(w for w, place in enumerate(places) if place.process_index == own)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
-        self._routes: dict[tuple[int, int, str], Route] = {}  # to and from other processes, by sender, receiver, message
+        self._routes: dict[tuple[int, int, str], Route] = {}  # by sender, receiver, message: to and from other processes, to other shards
         self._arriving: dict[tuple[int, int, str], Tree] = {}  # specs of messages, likewise
         self._targets: dict[tuple[int, int, str], Any] = {}  # of messages in this process: a device or shardings, None: they stay
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
