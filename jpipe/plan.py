@@ -46,15 +46,14 @@ def _as_int(value: Any) -> Any:
 
 
 def _mesh(value: Any) -> FrozenMapping[int]:
-    sizes = {} if value is None else value
-    if not isinstance(sizes, Mapping):
+    if not isinstance(value, Mapping):
         raise ValueError(f"expected axes and sizes such as {{'data': 2, 'model': 4}}, found {short(value)}")
-    for axis, size in sizes.items():
+    for axis, size in value.items():
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ValueError(f"expected the name of an axis, such as 'model', found {short(axis)}")
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size <= 65536:
             raise ValueError(f"expected a size of 1 to 65536 for the axis '{axis}', found {short(size)}")
-    return FrozenMapping({axis: int(size) for axis, size in sizes.items()})
+    return FrozenMapping({axis: int(size) for axis, size in value.items()})
 
 
 def _rules(value: Any) -> FrozenMapping[str | None]:

@@ -85,7 +85,7 @@ def test_a_run_translates_what_it_is_validated_on(run, tmp_path, capsys, monkeyp
         ([], "BLEU is found by sacrebleu, which is not installed; pip install 'jpipe[bleu]'"),
         (["--source", "missing.txt"], "--source: cannot read 'missing.txt': No such file or directory"),
         (["--source", str(tmp_path / "some.txt"), "--reference", str(run / "text" / "train.target")], "--reference: expected 1 lines"),
-        (["--step", "7"], "translate: "),
+        (["--step", "7"], "--step: expected one of 1, the checkpoints in"),
     ):
         assert cli.main(["translate", str(run / "run"), *options]) == 2
         assert message in capsys.readouterr().err

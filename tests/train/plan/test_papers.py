@@ -21,7 +21,7 @@ from train.plan.planning import Parts, Request, read_topology, search
 from train.plan.simulate import plan_and_costs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-FULL = {"gnmt-8": "cluster-a", "gnmt-16": "cluster-a", "awd-lm": "cluster-a", "s2vt": "cluster-c"}
+FULL = {"gnmt-8": "cluster-a", "gnmt-16": "cluster-a", "awd-lm": "v100-16gb-8", "s2vt": "cluster-c"}
 
 
 @pytest.fixture(scope="module")

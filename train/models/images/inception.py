@@ -105,7 +105,7 @@ def layers(arguments: InceptionV3, batch_size: int) -> jpipe.LayerStack:
     return jpipe.LayerStack({**found, "fc": partial(Classifier, inputs, arguments.classes, arguments.dropout)})
 
 
-def _branch(inputs: int, branch: Branch, rngs: nnx.Rngs) -> nnx.Sequential:
+def _branch(inputs: int, branch: Branch, rngs: nnx.Rngs) -> nnx.Module:
     """The modules of a branch, one after the other."""
     modules = []
     for i, step in enumerate(branch):
