@@ -38,16 +38,11 @@ class Partition:
     params: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
     gathered: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
 
-    @property
-    def abstract_mesh(self) -> AbstractMesh:
-        """The mesh without its devices."""
-        return AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
-
     def gather(self, params: Tree) -> Tree:
         """The parameters as they are used, by entry: with `fsdp` each is gathered over the axis of the rows, inside of a program."""
         if self.gathered == self.params:
             return params
-        mesh = self.abstract_mesh
+        mesh = without_devices(self.mesh)
 
         def gathered(entry: str, path: str, leaf: Any) -> Any:
             if self._spec(self.gathered, entry, path) == self._spec(self.params, entry, path):
@@ -271,6 +266,11 @@ def _map_paths(function: Any, tree: Tree) -> Tree:
 
 def _path(path: Iterable[Any]) -> str:
     return "/".join(str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path)
+
+
+def without_devices(mesh: Mapping[str, int]) -> AbstractMesh:
+    """JAX's mesh of these sizes by axis, of no devices in particular."""
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
 
 def shard_bytes(leaf: Any) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jpipe._frozen import NOTHING, FrozenMapping
-from jpipe.meshes._partition import WHOLE
+from jpipe.meshes._partition import WHOLE, without_devices
 
 Tree = Any
 
@@ -69,8 +69,7 @@ class NoPlace:
         """As in `Place`; None where there is no mesh."""
         if not self.mesh:
             return None
-        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
-        return NamedSharding(mesh, spec)
+        return NamedSharding(without_devices(self.mesh), spec)
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
         """As in `Place`."""
