@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0], [1, 0]],
             "tied": True,
         },
+        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
     },
     "2, others": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
@@ -58,7 +59,6 @@ CASES: dict[str, dict[str, dict]] = {
             "shard_optimizer": True,
             "clip": 3.0,
         },
-        "lengths": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "lengths": True},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
     "2, meshes": {

@@ -115,7 +115,7 @@ class Parts:
         stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
         loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
-            batch = jax.tree.map(_spec, data.unread(config).train[0])
+            batch = jax.tree.map(_spec, data.unread(config).like)
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
