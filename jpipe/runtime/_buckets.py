@@ -28,7 +28,8 @@ def bucket_of(spec: Batch, specs: Sequence[Batch]) -> int:
         InputError: none of them.
     """
     if spec not in specs:
-        raise InputError(f"batch: expected microbatches like those of init, {told(specs)}; found {describe(spec)}")
+        those = "the one" if len(specs) == 1 else "one of those"
+        raise InputError(f"batch: expected microbatches like {those} of init, {told(specs)}; found {describe(spec)}")
     return specs.index(spec)
 
 

@@ -177,9 +177,9 @@ def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
     assert len(found.shapes) == 4
     assert {found.train[t][1].shape[1] for t in range(40)} == {4, 6, 9}
     assert [found.validation[i][1].shape[1] for i in range(len(found.validation))] == [2, 2]
-    with pytest.raises(InputError, match="expected at least train.batch_size 4 rows for validation, found 2 in any bucket of"):
-        write(uneven, "validation.source", ["das"] * 2 + ["das das das"] * 2)
-        write(uneven, "validation.target", ["das"] * 2 + ["das das das"] * 2)
+    for name in ("source", "target"):
+        write(uneven, f"validation.{name}", ["das"] * 2 + ["das das das"] * 2)
+    with pytest.raises(InputError, match=r"expected at least train\.batch_size 4 rows for validation, found 2 in any bucket of"):
         data.load(config(uneven, buckets=[2, 5]))
 
 
