@@ -332,6 +332,22 @@ def test_a_host_trains_and_validates_as_it_is_asked(quickly_compiled, monkeypatc
     assert [answer["sent_bytes"] for answer in (before, after)] == [1000, 1000]
 
 
+def test_runs_that_are_not_repeated_are_kept(monkeypatch, tmp_path, capsys):
+    runs = [trained(kind, hosts, [6, 3, 2], 8.0) for hosts in (2, 4) for kind in accuracy_draw.LOOKS]
+    (tmp_path / "accuracy.json").write_text(json.dumps({"runs": runs}))
+    (tmp_path / "papers.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
+    new = [trained(kind, 2, [6, 2], 3.0) for kind in accuracy_draw.LOOKS]
+    monkeypatch.setattr(accuracy, "_measure", lambda options, folder, results: results["runs"].extend(new))
+    monkeypatch.setattr(accuracy.signal, "signal", lambda *_: None)
+    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "papers.md")]
+    assert accuracy.main(["--tasks", "GNMT-8", "--hosts", "2", "--keep", *files]) == 0
+    text = accuracy.table([*new, *runs[2:]]).text
+    assert text in capsys.readouterr().out
+    assert (tmp_path / "papers.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
+    with pytest.raises(SystemExit, match="--keep: cannot read"):
+        accuracy.main(["--keep", "--json", str(tmp_path / "none.json")])
+
+
 def test_time_to_accuracy_needs_root(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")

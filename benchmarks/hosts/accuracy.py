@@ -22,7 +22,7 @@ import jpipe
 from benchmarks.hosts import accuracy_draw
 from benchmarks.hosts.__main__ import ENVIRONMENT
 from benchmarks.hosts.network import Network, NoNetwork
-from benchmarks.hosts.tasks import RATE, TASKS, load, plans
+from benchmarks.hosts.tasks import TASKS, load, plans
 from benchmarks.machine import describe
 from benchmarks.papers.document import Table, write
 from benchmarks.programs import Program, ProgramFailed, python_module
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed, too
-    results: dict[str, Any] = {"machine": describe(), "runs": []}
+    results: dict[str, Any] = {"machine": describe(), "runs": _kept(options) if options.keep else []}
     try:
         with tempfile.TemporaryDirectory() as folder:
             _measure(options, Path(folder), results)
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the hosts are removed", file=sys.stderr)
         return 130
+    results["runs"].sort(key=lambda run: (list(TASKS).index(run["task"]), run["hosts"]))  # stable: data parallelism stays first
     found = table(results["runs"])
     print(f"\n{found.text}")
     if options.document:
@@ -68,9 +69,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], choices=(2, 4), help="default: 2 4")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="default: all")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/accuracy.json"), help="default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep what that file has of other tasks and numbers of hosts")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table into this document, in place of its own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=f"write {PICTURE} there; by default nothing is drawn")
     return parser.parse_args(arguments)
+
+
+def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs of an earlier measurement that this one does not repeat.
+
+    Raises:
+        SystemExit: the file cannot be read, or is none of this benchmark.
+    """
+    try:
+        runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
+        return [run for run in runs if run["task"] not in options.tasks or run["hosts"] not in options.hosts]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"bench-accuracy: --keep: cannot read '{options.json}': {error!r}; measure everything")
 
 
 def _measure(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
@@ -102,7 +117,7 @@ def _profile(name: str, folder: Path) -> Profile:
 def _chosen(name: str, folder: Path, profile: Profile, hosts: int) -> list[tuple[str, Ranked, bool]]:
     """Data parallelism and the best pipeline, each with whether it is the planner's choice."""
     task = TASKS[name]
-    ranked = plans(load(task, folder), profile, hosts, RATE, len(os.sched_getaffinity(0)))
+    ranked = plans(load(task, folder), profile, hosts, task.rate, len(os.sched_getaffinity(0)))
     found = [next(one for one in ranked if (one.candidate.depth == 1) == alone) for alone in (True, False)]
     return [(kind, one, one is ranked[0]) for kind, one in zip(("data parallelism", "pipeline"), found, strict=True)]
 
@@ -124,7 +139,7 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
     with Program(f"{name}, {kind}", commands, [cores[host % len(cores)] for host in network.hosts], environment) as program:
         program.facts(_COMPILING)
         ready = time.monotonic() - begin
-        network.limit(RATE)
+        network.limit(task.rate)
         for steps in range(0, task.most + 1, task.every):
             answers = program.ask(str(task.every if steps else 0), _TRAINING)
             taken = max(answer["seconds"] for answer in answers) if steps else 0.0
@@ -136,12 +151,12 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
     print(f"… {name}, {hosts} hosts, {kind}: {ready:.0f} s until ready, {seconds:.0f} s of steps", file=sys.stderr, flush=True)
     last = curve[-1]
     return {
-        **{"task": name, "hosts": hosts, "kind": kind, "plan": shown(plan), "rate": RATE, "target": task.target, "curve": curve},
+        **{"task": name, "hosts": hosts, "kind": kind, "plan": shown(plan), "rate": task.rate, "target": task.target, "curve": curve},
         "reached": last["loss"] <= task.target,
         "samples_per_second": last["samples"] / last["seconds"],
         "predicted_samples_per_second": ranked.samples_per_second,
         "bytes_per_sample": sum(sent) / last["samples"],
-        "link_busy": 8 * max(sent) / RATE / last["seconds"],
+        "link_busy": 8 * max(sent) / task.rate / last["seconds"],
     }
 
 
@@ -165,7 +180,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
     Args:
         runs: of `main`'s JSON.
     """
-    head = ("model", "hosts", "Mbit/s", "plan", "samples", "seconds", "samples/s", "kB/sample", "link busy", "speed-up", "predicted", "paper")
+    head = ("model", "hosts", "rate", "plan", "samples", "seconds", "samples/s", "kB/sample", "link busy", "speed-up", "predicted", "paper")
     base: dict[tuple[str, int], dict[str, Any]] = {}
     rows = []
     for run in runs:
@@ -176,7 +191,12 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
         compared += [f"{run['predicted_samples_per_second'] / first['predicted_samples_per_second']:.2f}", TASKS[run["task"]].paper]
         rows.append(
             (
-                *(run["task"], run["hosts"], f"{run['rate'] / 1e6:g}", run["plan"] + ("" if is_base or run["chosen"] else " (not chosen)")),
+                *(
+                    run["task"],
+                    run["hosts"],
+                    f"{run['rate'] / 1e6:g} Mbit/s",
+                    run["plan"] + ("" if is_base or run["chosen"] else " (not chosen)"),
+                ),
                 *(f"{last['samples']:,}", f"{last['seconds']:.1f}", f"{run['samples_per_second']:.0f}"),
                 *(f"{run['bytes_per_sample'] / 1e3:.0f}", f"{run['link_busy']:.0%}"),
                 *(("", "", "") if is_base else compared),

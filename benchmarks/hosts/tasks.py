@@ -1,9 +1,8 @@
 """What time to accuracy is measured with: three small models of the papers, their data, and how each of them is trained."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 from rich.console import Console
 
 import jpipe
@@ -21,7 +20,6 @@ from train.plan.planning import Parts, Request, search
 CONFIGS = Path(__file__).parents[2] / "configs" / "papers"
 SCHEDULES = ("pipedream", "pipedream_2bw", "pipedream_flush")  # those of the papers; data parallelism is the last one with one stage
 SIZES = (8, 16)  # rows of a microbatch to plan with; the batch has 32
-RATE = 100e6  # bits per second of each link, at which data parallelism of all tasks communicates most of its time
 LATENCY = 0.5e-3  # seconds of a message between two hosts
 _QUIET = Reporter(1, 1, "samples", Console(quiet=True))
 
@@ -33,6 +31,7 @@ class Task(NamedTuple):
         config: a file of `configs/papers/`.
         changes: of its keys; the optimizer and its rate are those of both runs.
         sample: that `jpipe data make` writes.
+        rate: of each link, bits per second: one at which data parallelism communicates most of its time.
         target: validation loss that ends a run.
         every: steps between two validations.
         most: steps of a run that does not reach the target.
@@ -42,6 +41,7 @@ class Task(NamedTuple):
     config: str
     changes: tuple[str, ...]
     sample: str
+    rate: float
     target: float
     every: int
     most: int
@@ -53,6 +53,7 @@ TASKS: dict[str, Task] = {
         "vgg16-small",
         ("optimizer={name: adam, learning_rate: 1.0e-3, warmup_steps: 20}", "train.eval_batches=5"),
         "images",
+        100e6,
         1.7,
         20,
         600,
@@ -60,8 +61,9 @@ TASKS: dict[str, Task] = {
     ),
     "GNMT-8": Task(
         "gnmt-8-small",
-        ("model.arguments.width=128", "optimizer={name: adam, learning_rate: 2.0e-3, warmup_steps: 20}", "train.eval_batches=4"),
+        ("model.arguments.width=192", "optimizer={name: adam, learning_rate: 2.0e-3, warmup_steps: 20}", "train.eval_batches=4"),
         "translation",
+        200e6,
         1.5,
         20,
         500,
@@ -76,6 +78,7 @@ TASKS: dict[str, Task] = {
             "train.eval_batches=4",
         ),
         "words",
+        100e6,
         1.6,
         10,
         300,
