@@ -74,11 +74,11 @@ TASKS: dict[str, Task] = {
         (
             "model.arguments={vocab_size: 64, depth: 3, width: 96, hidden: 192, tied: false, carries: false, dropout_words: 0.0, "
             "dropout_input: 0.0, dropout_hidden: 0.0, dropout_output: 0.0, dropout_weights: 0.0}",
-            "optimizer={name: adam, learning_rate: 5.0e-3, warmup_steps: 20}",
+            "optimizer={name: adam, learning_rate: 3.0e-3, warmup_steps: 20}",
             "train.eval_batches=4",
         ),
         "words",
-        100e6,
+        50e6,
         1.6,
         10,
         300,
