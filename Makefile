@@ -18,7 +18,7 @@ else echo "No Python 3.12 or newer found: the tests on the newest JAX are skippe
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -62,6 +62,9 @@ bench-peers: .venv/ready .venv-torch/ready ## Compare speed with PyTorch (TORCH_
 
 bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespaces, slow links); needs root and iproute2
 	@$(VENV)/python -m benchmarks.hosts
+
+bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data parallelism and a planned pipeline; needs root and iproute2
+	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/papers.md --pictures docs/pictures
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner

@@ -16,7 +16,7 @@ import pytest
 import jpipe
 from benchmarks import cross_entropy, dispatch, gpt, gpu, recipes, transfers
 from benchmarks.hosts import __main__ as hosts
-from benchmarks.hosts import network
+from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network, tasks
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.emulation import Emulation, merged
@@ -30,6 +30,7 @@ from benchmarks.sizes import GPU, PEERS, TINY
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.search.partition import Placed, Problem, evaluate
+from train.data.samples import make
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(
@@ -268,6 +269,93 @@ def test_without_iproute2_it_says_so(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else "/sbin/ip")
     with pytest.raises(network.NoNetwork, match="found no tc; install iproute2"):
         network.Network(2)
+
+
+# Time to accuracy --------------------------------------------------------------------------------------------------------
+
+
+def trained(kind, hosts, losses, seconds_each):
+    curve = [{"samples": 640 * i, "seconds": seconds_each * i, "loss": loss} for i, loss in enumerate(losses)]
+    last = curve[-1]
+    numbers = {"predicted_samples_per_second": 100 / seconds_each, "bytes_per_sample": 5000.0, "link_busy": 0.5}
+    return {
+        **{"task": "GNMT-8", "hosts": hosts, "kind": kind, "plan": kind, "rate": 2e8, "target": 2.0, "curve": curve, "chosen": True},
+        **{"reached": last["loss"] <= 2.0, "samples_per_second": last["samples"] / last["seconds"], **numbers},
+    }
+
+
+def test_the_table_compares_the_time_to_the_target(tmp_path):
+    runs = [trained("data parallelism", 2, [6, 3, 2], 8.0), trained("pipeline", 2, [6, 3, 2.5, 1.9], 2.0)]
+    runs += [trained("data parallelism", 4, [6, 3, 2], 8.0), trained("pipeline", 4, [6, 3, 2.5], 2.0) | {"chosen": False}]
+    found = accuracy.table(runs)
+    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    assert [row["samples"] for row in rows] == ["1,280", "1,920", "1,280", "1,280"]
+    assert [row["speed-up"] for row in rows] == ["", "2.67", "", "not reached"]
+    assert [row["predicted"] for row in rows] == ["", "4.00", "", "4.00"]
+    assert [row["plan"].endswith("(not chosen)") for row in rows] == [False, False, False, True]
+    accuracy_draw.draw(runs, tmp_path / "new" / "picture.png")
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_what_is_trained_may_have_replicas(name, tmp_path):
+    config = tasks.load(tasks.TASKS[name], tmp_path)
+    assert not config.model.carries
+    assert config.train.batch_size % (4 * min(tasks.SIZES)) == 0, "data parallelism on four hosts needs a microbatch each"
+
+
+def test_data_parallelism_is_compared_with_the_best_pipeline(monkeypatch, tmp_path):
+    layers = [layer_profile(n, 1e-3, 10**7) for n in range(4)]
+    layers = [layer | {"at": layer["at"] * len(tasks.SIZES)} for layer in layers]
+    sizes = {"sizes": tasks.SIZES, "inputs": [10**4] * len(tasks.SIZES), "labels": [10] * len(tasks.SIZES)}
+    (alone, plan), (pipeline, piped) = (
+        (one, one[1].candidate.plan(tuple("abcd")))
+        for one in accuracy._chosen("AWD-LM", tmp_path, Profile(source="measured", layers=layers, **sizes), 2)
+    )
+    assert (alone[0], plan.depth, plan.replicas, alone[2]) == ("data parallelism", 1, (2,), False)
+    assert (pipeline[0], piped.depth, pipeline[2]) == ("pipeline", 2, True)
+    assert accuracy.shown(plan) == f"2 replicas, {plan.microbatches} microbatches"
+    assert f"1-1, cut before {piped.stages[1].layers[0]}; {piped.microbatches} microbatches" in accuracy.shown(piped)
+
+
+@pytest.mark.slow
+def test_a_host_trains_and_validates_as_it_is_asked(quickly_compiled, monkeypatch, tmp_path):
+    make.make("words", str(tmp_path / "words"), 0, lambda _: None)
+    sent = itertools.count(0, 1000)
+    monkeypatch.setattr(accuracy_program, "sent_bytes", lambda: next(sent))
+    config = tasks.load(tasks.TASKS["AWD-LM"], tmp_path)
+    stack = tasks.Parts.of(config, tasks._QUIET).stack
+    trainer = accuracy_program.Trainer("AWD-LM", tmp_path, jpipe.Plan.even(stack.ids, 2, "pipedream", 2))
+    before, after, same = (trainer(steps) for steps in (0, 6, 0))
+    assert after["loss"] < before["loss"]
+    assert same["loss"] == after["loss"]
+    assert [answer["sent_bytes"] for answer in (before, after)] == [1000, 1000]
+
+
+def test_runs_that_are_not_repeated_are_kept(monkeypatch, tmp_path, capsys):
+    runs = [trained(kind, hosts, [6, 3, 2], 8.0) for hosts in (2, 4) for kind in accuracy_draw.LOOKS]
+    (tmp_path / "accuracy.json").write_text(json.dumps({"runs": runs}))
+    (tmp_path / "papers.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
+    new = [trained(kind, 2, [6, 2], 3.0) for kind in accuracy_draw.LOOKS]
+    monkeypatch.setattr(accuracy, "_measure", lambda options, folder, results: results["runs"].extend(new))
+    monkeypatch.setattr(accuracy.signal, "signal", lambda *_: None)
+    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "papers.md")]
+    assert accuracy.main(["--tasks", "GNMT-8", "--hosts", "2", "--keep", *files]) == 0
+    text = accuracy.table([*new, *runs[2:]]).text
+    assert text in capsys.readouterr().out
+    assert (tmp_path / "papers.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
+    with pytest.raises(SystemExit, match="--keep: cannot read"):
+        accuracy.main(["--keep", "--json", str(tmp_path / "none.json")])
+
+
+def test_time_to_accuracy_needs_root(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(accuracy, "_profile", lambda *_: None)
+    monkeypatch.setattr(accuracy.make, "make", lambda *_: None)
+    monkeypatch.setattr(accuracy.signal, "signal", lambda *_: None)
+    assert accuracy.main(["--json", str(tmp_path / "accuracy.json")]) == 2
+    assert "bench-accuracy: expected root" in capsys.readouterr().err
 
 
 # One GPU ------------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def check_carried(plan: jpipe.Plan, model: ModelConfig) -> None:
     if model.carries and max(plan.replicas) > 1:
         raise jpipe.InputError(
             f"plan.replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
-            f"found {max(plan.replicas)}; use more stages instead"
+            f"found {max(plan.replicas)}; use more stages instead, or set model.arguments.carries to false"
         )
 
 

@@ -13,7 +13,7 @@ MODELS: Mapping[str, BuiltIn] = MappingProxyType(
         "resnet50": BuiltIn(vision_config.Resnet50, "train.models.images.resnet:layers"),
         "inception_v3": BuiltIn(vision_config.InceptionV3, "train.models.images.inception:layers"),
         "gnmt": BuiltIn(sequence_config.Gnmt, "train.models.gnmt:layers"),
-        "awd_lm": BuiltIn(sequence_config.AwdLm, "train.models.awd_lm:layers", carries=True),
+        "awd_lm": BuiltIn(sequence_config.AwdLm, "train.models.awd_lm:layers"),
         "s2vt": BuiltIn(sequence_config.S2vt, "train.models.s2vt:layers"),
     }
 )

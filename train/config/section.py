@@ -57,12 +57,10 @@ class BuiltIn:
     Attributes:
         arguments: which it has, and what they may be.
         function: that makes it, as `module:function`: text, because this room knows no models.
-        carries: of a model, whether its layers carry a state of each row from batch to batch, so that there must be one replica only.
     """
 
     arguments: type[Section]
     function: str
-    carries: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function, imported."""
@@ -111,8 +109,8 @@ class OwnCode(Section):
 
     @property
     def carries(self) -> bool:
-        """Whether the target is built in and carries a state of each row from batch to batch."""
-        return self.is_built_in and self.built_in[str(self.target)].carries
+        """Whether layers carry a state of each row from batch to batch, so that a stage has one replica only: a built-in model may."""
+        return self.is_built_in and getattr(self.parsed, "carries", False)
 
     @property
     def parsed(self) -> Any:

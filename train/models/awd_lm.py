@@ -6,7 +6,7 @@ first are left out.
 
 Row i of microbatch j goes on where row i of microbatch j of the batch before has ended. So each layer keeps one state for each microbatch
 of a batch, as layer state, and takes them by turns. Gradients end at the beginning of a row (truncated backpropagation through time). In
-evaluation each row begins with zeros.
+evaluation each row begins with zeros, and in training too if `carries` is false.
 
 The letters in the shapes: b rows, s positions, w width, h hidden width, v words.
 """
@@ -39,7 +39,7 @@ def layers(config: AwdLm, batch_size: int) -> jpipe.LayerStack:
     sizes = [config.hidden] * (config.depth - 1) + [config.width if config.tied else config.hidden]
     dropped = [config.dropout_hidden] * (config.depth - 1) + [config.dropout_output]
     recurrent = {
-        f"lstm_{i}": CarryingLSTM(hidden, dropout, config.dropout_weights, batch_size)
+        f"lstm_{i}": DroppedLSTM(hidden, dropout, config.dropout_weights, batch_size if config.carries else None)
         for i, (hidden, dropout) in enumerate(zip(sizes, dropped, strict=True))
     }
     return jpipe.LayerStack(
@@ -62,26 +62,31 @@ class Embed(linen.Module):
         return {"x": variational(config.dropout_input, train)(x), "continues": inputs["continues"]}
 
 
-class CarryingLSTM(linen.Module):
-    """An LSTM that goes on from its state at the end of the same microbatch of the last batch, then dropout.
+class DroppedLSTM(linen.Module):
+    """An LSTM that goes on from its state at the end of the same microbatch of the last batch, or begins with zeros; then dropout.
 
     Attributes:
         hidden: numbers of its state.
         dropout: of its output.
         dropout_weights: of its recurrent weights.
-        batch_size: rows of a batch; divided by those of a microbatch it is the number of states that are kept.
+        batch_size: rows of a batch; divided by those of a microbatch it is the number of states that are kept. None: none is.
     """
 
     hidden: int
     dropout: float
     dropout_weights: float
-    batch_size: int
+    batch_size: int | None
 
     @linen.compact
     def __call__(self, stream: Stream, train: bool = False) -> Stream:
-        x, continues = stream["x"], stream["continues"]
+        x = stream["x"]
+        lstm = LSTM(self.hidden, dropout_weights=self.dropout_weights, name="lstm")
+        y = lstm(x, train=train)[1] if self.batch_size is None else self._going_on(lstm, x, stream["continues"], self.batch_size, train)
+        return {**stream, "x": variational(self.dropout, train)(y)}
+
+    def _going_on(self, lstm: LSTM, x: Any, continues: Any, batch_size: int, train: bool) -> Any:
         rows = x.shape[0]
-        shape = max(self.batch_size // rows, 1), rows, self.hidden
+        shape = max(batch_size // rows, 1), rows, self.hidden
         kept = [self.variable("carry", name, jnp.zeros, shape, x.dtype) for name in ("cell", "hidden")]
         turn = self.variable("carry", "turn", jnp.zeros, (), jnp.int32)
         carry = None
@@ -90,12 +95,12 @@ class CarryingLSTM(linen.Module):
             states = (jax.lax.dynamic_index_in_dim(each.value, turn.value, keepdims=False) for each in kept)
             cell, hidden = (jax.lax.stop_gradient(jnp.where(keep, state, jnp.zeros_like(state))) for state in states)
             carry = cell, hidden
-        after, y = LSTM(self.hidden, dropout_weights=self.dropout_weights, name="lstm")(x, None, carry, train=train)
+        after, y = lstm(x, None, carry, train=train)
         if train and not self.is_initializing():
             for each, state in zip(kept, after, strict=True):
                 each.value = jax.lax.dynamic_update_index_in_dim(each.value, state, turn.value, 0)
             turn.value = (turn.value + 1) % shape[0]
-        return {"x": variational(self.dropout, train)(y), "continues": continues}
+        return y
 
 
 class Head(linen.Module):

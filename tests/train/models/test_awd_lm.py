@@ -73,6 +73,20 @@ def dry():
     return begin, train, evaluate
 
 
+def test_rows_begin_with_zeros_where_nothing_is_carried(dry):
+    begin, train, _ = dry
+    first, second = (piece(text(), start, start + 5, int(start > 0))[0] for start in (0, 5))
+    expected, _ = train(begin(second), {**second, "continues": np.zeros(4, np.int32)})
+    stack = layers(DRY.model_copy(update={"carries": False}), 4)
+    params = params_of(stack, first)
+    whole = {layer_id: stack.ties.whole(layer_id, params) for layer_id in stack.ids}
+    state = {layer_id: spec.state for layer_id, spec in stack.specs(first).items()}
+    assert not jax.tree.leaves(state)
+    for inputs in (first, second):
+        logits, state = stack.apply(stack.ids, whole, state, inputs, key=jax.random.key(0), microbatch=jnp.int32(0), train=True)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_go_on_where_they_ended(dry):
     begin, train, _ = dry
     words = text()

@@ -14,6 +14,7 @@ from rich.console import Console
 import jpipe
 from planner.profile.analyze import analyze
 from train import cli
+from train.assemble.build import check_carried, make_plan
 from train.config import config_file
 from train.console.progress import Reporter
 from train.data.samples import make
@@ -92,6 +93,9 @@ def test_replicas_are_refused_where_rows_carry_state(here, capsys):
     options = ["plan.replicas=2", "plan.microbatches=2", "plan.num_stages=1"]
     assert cli.main(["train", str(CONFIGS / "papers" / "awd-lm-small.yaml"), *(f"--set={option}" for option in options)]) == 2
     assert "plan.replicas: expected 1 for each stage of model.target awd_lm" in capsys.readouterr().err
+    forgetful = config_file.load(CONFIGS / "papers" / "awd-lm-small.yaml", [*options, "model.arguments.carries=false"])
+    assert not forgetful.model.carries
+    check_carried(make_plan(forgetful.plan, "abc"), forgetful.model)
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ class AwdLm(Section):
         dropout_hidden: between LSTMs.
         dropout_output: after the last LSTM.
         dropout_weights: of the weights from hidden state to hidden state.
+        carries: each row goes on from the state in which that row of the batch before ended; otherwise rows begin with zeros, and stages
+            may have replicas.
     """
 
     vocab_size: _Symbols = 10000
@@ -65,6 +67,7 @@ class AwdLm(Section):
     dropout_hidden: _Dropped = 0.3
     dropout_output: _Dropped = 0.4
     dropout_weights: _Dropped = 0.5
+    carries: bool = True
 
 
 class S2vt(Section):

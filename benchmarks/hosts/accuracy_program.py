@@ -1,0 +1,55 @@
+"""`python -m benchmarks.hosts.accuracy_program TASK SAMPLES PLAN HOSTS PROCESS COORDINATOR`: what trains in one host.
+
+PLAN is a file. For each number on standard input it trains so many steps and then validates.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jpipe
+from benchmarks.hosts.network import sent_bytes
+from benchmarks.hosts.tasks import TASKS, load, pipeline
+from benchmarks.serve import now, serve
+from train.report.metrics_log import mean_loss
+
+
+class Trainer:
+    """Trains, and knows the time and the bytes that steps take; validation counts for neither.
+
+    Args:
+        task: a name of `TASKS`.
+        samples: the folder with the data sets.
+        plan: how it is trained.
+    """
+
+    def __init__(self, task: str, samples: Path, plan: jpipe.Plan) -> None:
+        config = load(TASKS[task], samples)
+        self._pipe, data = pipeline(config, plan)
+        self._batches = data.train
+        self._held_out = [data.validation[i] for i in range(config.train.eval_batches)]
+        self._state = self._pipe.init(jax.random.key(config.seed), self._batches[0])
+
+    def __call__(self, steps: int) -> dict[str, Any]:
+        """Train so many more steps, none at all perhaps: {"seconds", "sent_bytes", "loss" of the validation after them}."""
+        begin, before = now(), sent_bytes()
+        for _ in range(steps):
+            self._state, _ = self._pipe.step(self._state, self._batches[self._state.batch])
+        jax.block_until_ready(self._state)
+        taken = {"seconds": now() - begin, "sent_bytes": sent_bytes() - before}
+        return {**taken, "loss": mean_loss([self._pipe.evaluate(self._state, batch) for batch in self._held_out])}
+
+
+def main() -> None:
+    """Compile, then train as standard input asks."""
+    task, samples, plan, hosts, process, coordinator = sys.argv[1:7]
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, int(hosts), int(process))
+    serve(Trainer(task, Path(samples), jpipe.Plan.from_json(Path(plan).read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()

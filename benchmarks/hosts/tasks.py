@@ -1,0 +1,140 @@
+"""What time to accuracy is measured with: three small models of the papers, their data, and how each of them is trained."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+import jpipe
+from planner.machine.topology import Topology
+from planner.profile.measure import measure
+from planner.profile.profile import Profile
+from planner.ranking.choose import Ranked
+from train.assemble.build import build
+from train.config import config_file
+from train.config.config import Config
+from train.console.progress import Reporter
+from train.data.data import Data
+from train.plan.planning import Parts, Request, search
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "papers"
+SCHEDULES = ("pipedream", "pipedream_2bw", "pipedream_flush")  # those of the papers; data parallelism is the last one with one stage
+SIZES = (8, 16)  # rows of a microbatch to plan with; the batch has 32
+LATENCY = 0.5e-3  # seconds of a message between two hosts
+_QUIET = Reporter(1, 1, "samples", Console(quiet=True))
+
+
+class Task(NamedTuple):
+    """A model, its data and its links.
+
+    Attributes:
+        config: a file of `configs/papers/`.
+        changes: of its keys; the optimizer and its rate are those of both runs.
+        sample: that `jpipe data make` writes.
+        rate: of each link, bits per second: one at which data parallelism communicates most of its time.
+        target: validation loss that ends a run.
+        every: steps between two validations.
+        most: steps of a run that does not reach the target.
+        paper: how much faster than data parallelism PipeDream reaches the same accuracy, table 1 of its paper.
+    """
+
+    config: str
+    changes: tuple[str, ...]
+    sample: str
+    rate: float
+    target: float
+    every: int
+    most: int
+    paper: str
+
+
+TASKS: dict[str, Task] = {
+    "VGG-16": Task(
+        "vgg16-small",
+        ("optimizer={name: adam, learning_rate: 1.0e-3, warmup_steps: 20}", "train.eval_batches=5"),
+        "images",
+        100e6,
+        1.7,
+        20,
+        600,
+        "5.28 on 4 × 4 GPUs, 2.46 on 2 × 8",
+    ),
+    "GNMT-8": Task(
+        "gnmt-8-small",
+        ("model.arguments.width=192", "optimizer={name: adam, learning_rate: 2.0e-3, warmup_steps: 20}", "train.eval_batches=4"),
+        "translation",
+        200e6,
+        1.5,
+        20,
+        500,
+        "1.5 on 4 GPUs, 2.95 on 3 × 4, 1 on 2 × 8",
+    ),
+    "AWD-LM": Task(
+        "awd-lm-small",
+        (
+            "model.arguments={vocab_size: 64, depth: 3, width: 96, hidden: 192, tied: false, carries: false, dropout_words: 0.0, "
+            "dropout_input: 0.0, dropout_hidden: 0.0, dropout_output: 0.0, dropout_weights: 0.0}",
+            "optimizer={name: adam, learning_rate: 3.0e-3, warmup_steps: 20}",
+            "train.eval_batches=4",
+        ),
+        "words",
+        50e6,
+        1.6,
+        10,
+        300,
+        "4.25 on 4 GPUs",
+    ),
+}
+
+
+def load(task: Task, samples: Path) -> Config:
+    """The config of a task.
+
+    Args:
+        task: what is trained.
+        samples: the folder with the data set of each task, by its name.
+    """
+    folder = samples / task.sample
+    places = {"folder": folder}
+    if task.sample == "images":
+        places = {"folder": folder / "train", "validation_folder": folder / "val"}
+    return config_file.load(
+        CONFIGS / f"{task.config}.yaml", [*task.changes, *(f"data.arguments.{key}={place}" for key, place in places.items())]
+    )
+
+
+def profile(config: Config) -> Profile:
+    """Times of the layers on one core, and their bytes.
+
+    Args:
+        config: of a task.
+    """
+    parts = Parts.of(config, _QUIET)
+    return measure(parts.stack, parts.rows, parts.loss, parts.rule, SIZES, policies=("none",), seconds=10.0)
+
+
+def plans(config: Config, found: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
+    """The planner's plans that use all hosts, fastest first.
+
+    Args:
+        config: of a task.
+        found: its profile.
+        hosts: a worker on each.
+        rate: of each link, bits per second.
+        cores: that the hosts share.
+    """
+    level = {"count": hosts, "bandwidth": rate / 8, "latency": LATENCY, "name": "network"}
+    topology = Topology(name=f"{hosts} hosts", levels=(level,), cores=float(max(min(cores, hosts), 1)))
+    request = Request(all_devices=True, schedules=SCHEDULES, replicas=not config.model.carries)
+    choice = search(found, topology, config.train.batch_size, request, False, _QUIET).choice
+    return tuple(ranked for ranked in choice.ranked)
+
+
+def pipeline(config: Config, plan: jpipe.Plan) -> tuple[jpipe.Pipeline, Data]:
+    """As `jpipe train` makes it.
+
+    Args:
+        config: of a task.
+        plan: how it is trained.
+    """
+    return build(config, _QUIET, plan)
