@@ -306,8 +306,9 @@ _RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimizatio
 def _compile_side_by_side(
     lowered: Sequence[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
 ) -> list[jax.stages.Compiled]:
-    on_cpu = jax.default_backend() == "cpu"  # elsewhere XLA optimizes by other means
-    chosen = dict(options) if options and on_cpu else None
+    # Not where XLA optimizes by other means, or is told to do even less.
+    is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
+    chosen = dict(options) if options and is_usual else None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
         return list(pool.map(lambda call: call.compile(chosen), lowered))
 
