@@ -141,7 +141,7 @@ def _draw_waits(figure: Any, tables: Mapping[str, Table]) -> None:
 
 def _range(axes: Any, place: float, cell: object, colour: str, label: str) -> None:
     low, high = numbers(cell)
-    axes.barh(place, high - low, 0.3, left=low, color=colour, label=label or None)
+    axes.barh(place, max(high - low, 1.0), 0.3, left=low, color=colour, label=label or None)
 
 
 def _draw_bytes(figure: Any, tables: Mapping[str, Table]) -> None:
