@@ -4,7 +4,6 @@ The letters in the shapes: b rows, s positions, h heads of queries, k of keys an
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,14 +29,14 @@ def attend(
         InputError: cuDNN's attention was asked for where there is none, or for what it cannot do.
     """
     mask = None if segments is None else same_segment(segments, segments)
-    attention = partial(jax.nn.dot_product_attention, q, k, v, mask=mask, is_causal=config.kind == "decoder")
+    is_causal = config.kind == "decoder"
     if config.attention == "xla":
-        return attention(implementation="xla")
+        return _of_xla(q, k, v, mask=mask, is_causal=is_causal)
     where = "model.attention: cudnn needs an NVIDIA GPU with cuDNN"
     if jax.default_backend() == "cpu":
         raise InputError(f"{where}, found CPUs; set it to xla")
     try:
-        return attention(implementation="cudnn")
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn")
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{where} that computes this attention; JAX says: {reason}; set it to xla") from error
@@ -48,7 +47,14 @@ def attend_so_far(
 ) -> Float[Array, "b s h d"]:
     """The same of a decoder whose keys and values of all t positions are kept: each query, at its position, to itself and those before."""
     mask = jnp.arange(keys.shape[1])[None, None, None] <= at[:, None, :, None]
-    return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
+    return _of_xla(q, keys, values, mask=mask)
+
+
+def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
+    """JAX's own; of float16 on CPUs in float32, because there are no products of float16 there that are summed in float32."""
+    if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
+    return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 
 
 def same_segment(own: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:

@@ -15,7 +15,7 @@ from tests.train.models.running import LLAMA, SMALL, outputs_of
 from train.config.model_config import ModelConfig, RopeScaling
 from train.config.presets import PRESETS
 from train.models import transformer
-from train.models.attention import frequencies, positions_of, rotated
+from train.models.attention import attend, frequencies, positions_of, rotated
 from train.models.layers import layers
 
 
@@ -72,6 +72,14 @@ def test_a_symbol_changes_no_logits_before_it(keys, compute_dtype, promotion):
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     for position in (5, 6, 7):
         assert not np.array_equal(before[:, position], after[:, position])
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "bert-tiny"])
+def test_attention_computes_in_float16_on_cpus(preset):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
+    found, exact = (attend(*(x.astype(dtype) for x in (q, k, v)), None, ModelConfig(preset=preset)) for dtype in ("float16", "float32"))
+    assert found.dtype == "float16"
+    np.testing.assert_allclose(found.astype("float32"), exact, atol=5e-3)
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", "bert-tiny"])
