@@ -21,9 +21,13 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     panels = figure.subplots(len(counts), len(tasks), squeeze=False)
     for row, hosts in zip(panels, counts, strict=True):
         for axes, task in zip(row, tasks, strict=True):
-            _panel(axes, [run for run in runs if (run["task"], run["hosts"]) == (task, hosts)])
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=10)
+            if own := [run for run in runs if (run["task"], run["hosts"]) == (task, hosts)]:
+                _panel(axes, own)
+            else:
+                axes.set_visible(False)
+    named = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = [*LOOKS, "target"]
+    figure.legend([named[label] for label in labels], labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
