@@ -99,8 +99,9 @@ def nothing_shared(made_once, monkeypatch):
 NUMBERS = (
     *("jpipe/model/", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
     *("planner/profile/", "planner/ranking/test_compiled.py", "train/assemble/test_examples.py", "train/checkpoint/test_huggingface.py"),
-    *("train/checkpoint/test_resume.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
-    *("train/report/test_measure.py", "train/run/test_evaluate.py"),
+    *(f"train/checkpoint/test_resume.py::test_{name}" for name in ("a_run_that_was_stopped", "another_plan", "a_run_goes_on")),
+    *("train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/", "train/run/test_evaluate.py"),
+    "train/report/test_measure.py::test_what_was_measured",
 )
 
 
