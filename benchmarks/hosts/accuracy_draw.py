@@ -16,7 +16,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    tasks, counts = (list(dict.fromkeys(run[key] for run in runs)) for key in ("task", "hosts"))
+    tasks, counts = list(dict.fromkeys(run["task"] for run in runs)), sorted({run["hosts"] for run in runs})
     figure = Figure(figsize=(4.2 * len(tasks), 3.2 * len(counts) + 0.5), layout="constrained")
     panels = figure.subplots(len(counts), len(tasks), squeeze=False)
     for row, hosts in zip(panels, counts, strict=True):
