@@ -69,8 +69,8 @@ bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data p
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
 
-bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/papers.md
-	@$(VENV)/python -m benchmarks.papers --document docs/papers.md
+bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/papers.md and draws them
+	@$(VENV)/python -m benchmarks.papers --document docs/papers.md --pictures docs/pictures
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults

@@ -21,13 +21,13 @@ from jpipe._arguments import (
 )
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
-from jpipe.model._layer import describe
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
+from jpipe.runtime._buckets import Bucket, bucket_of, check_buckets, told
 from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
@@ -132,7 +132,7 @@ class Pipeline:
         return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
 
     def _facts(self) -> str:
-        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe(self._executor.spec)}"
+        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {told(self._executor.specs)}"
         numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
         given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
@@ -176,7 +176,7 @@ class Pipeline:
         """
         check_metrics(self._functions(batch)[-1], checked_metrics(metrics))
 
-    def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None) -> State:
+    def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
 
         Args:
@@ -184,25 +184,37 @@ class Pipeline:
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
             params: parameters to begin with, by layer id, as `params` gives them or as dicts in dicts, with any arrays; they are copied.
                 What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is.
+            buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
+                are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers
+                whose parameters and state have the same shapes with each of them.
 
         Returns:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`; a key of another kind; devices that do not exist; another plan than the other processes have;
-                parameters that the model does not have, or of another shape or dtype; another array in the second place of a tie than in
-                the first.
+            InputError: as `check`, for `buckets` too; a key of another kind; devices that do not exist; another plan than the other
+                processes have; parameters that the model does not have, or of another shape or dtype; another array in the second place
+                of a tie than in the first; buckets that differ in their rows, or change the parameters or the state of a layer.
         """
         key = as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
         given = given_params({} if params is None else params, specs)
         self.stack.ties.check_given(given)
-        executor = self._compile(batch)
+        executor = self._compile(batch, buckets)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
 
-    def restore(self, key: jax.Array, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> State:
+    def restore(
+        self,
+        key: jax.Array,
+        batch: Batch,
+        layers: Mapping[str, Plain],
+        at: int,
+        *,
+        fresh_optimizer: bool = False,
+        buckets: Sequence[Batch] = (),
+    ) -> State:
         """The state before batch `at` of the run that a `Snapshot` was made of, and everything compiled, as `init` does.
 
         Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
@@ -216,12 +228,13 @@ class Pipeline:
             layers: from `Snapshot.layers`, with any arrays; those of the layers of this process's workers at least.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
+            buckets: as in `init`.
 
         Raises:
             InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         key = as_key(key)
-        executor = self._compile(batch)
+        executor = self._compile(batch, buckets)
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
@@ -269,14 +282,11 @@ class Pipeline:
             The next state, and the losses of the batches that this step finished.
 
         Raises:
-            InputError: a state that was used already, or a batch unlike the one given to `init`.
+            InputError: a state that was used already, or a batch unlike those given to `init`.
         """
         check_observer(observe)
         executor = self._running(state)
-        spec = microbatch_spec(batch, self.plan.microbatches)
-        if spec != executor.spec:
-            raise InputError(f"batch: expected microbatches like the one of init, {describe(executor.spec)}; found {describe(spec)}")
-        return executor.step(state, batch, observe)
+        return executor.step(state, batch, bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), observe)
 
     @overload
     def drain(self, state: State, *, observe: Observer | None = ...) -> State: ...
@@ -329,7 +339,7 @@ class Pipeline:
             The mean of the loss and of each metric.
 
         Raises:
-            InputError: a state that was used already, a batch unlike the one given to `init`, a metric that does not fit, or
+            InputError: a state that was used already, a batch unlike those given to `init`, a metric that does not fit, or
                 weights="ema" without `ema_decay`.
 
         Example:
@@ -341,10 +351,8 @@ class Pipeline:
         """
         check_weights(weights, self.ema_decay)
         executor, metrics = self._running(state), checked_metrics(metrics)
-        count = count_microbatches(batch, rows_of(executor.spec))
-        if microbatch_spec(batch, count) != executor.spec:
-            raise InputError(f"batch: expected microbatches like the one of init, {describe(executor.spec)}; found {describe(batch)}")
-        return executor.evaluate(state, batch, count, metrics, weights)
+        count = count_microbatches(batch, rows_of(executor.specs[0]))
+        return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
 
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
@@ -386,7 +394,7 @@ class Pipeline:
         splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
         shares = [shares_of(self.plan, f) for f in functions]
         compiled: dict[int, CompiledStage] = {}
-        for w, stage in {} if self._executor is None else self._executor.stages.items():
+        for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
             compiled[self.plan.workers[w][0]] = stage
         if compiled_for is not None:
             wanted = range(self.plan.depth) if stages is None else stages
@@ -427,9 +435,12 @@ class Pipeline:
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
-    def _compile(self, batch: Batch) -> Executor:
-        spec = microbatch_spec(batch, self.plan.microbatches)
-        return Executor(self.plan, self._steps, self._builder.build(spec), spec, self.places, join_processes())
+    def _compile(self, batch: Batch, others: Sequence[Batch]) -> Executor:
+        specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *others)]
+        distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
+        buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
+        check_buckets(buckets)
+        return Executor(self.plan, self._steps, buckets, self.places, join_processes())
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
         """The state of a run that begins with `batch`; all processes are ready for it."""

@@ -97,7 +97,7 @@ def nothing_shared(made_once, monkeypatch):
 
 
 NUMBERS = (
-    *("jpipe/model/", "jpipe/processes/test_several.py", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
+    *("jpipe/model/", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
     *("planner/profile/", "planner/ranking/test_compiled.py", "train/assemble/test_examples.py", "train/checkpoint/test_huggingface.py"),
     *("train/checkpoint/test_resume.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
     *("train/report/test_measure.py", "train/run/test_evaluate.py"),
@@ -106,24 +106,31 @@ NUMBERS = (
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml."""
-    for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(NUMBERS):
-            item.add_marker("numbers")
+    """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml.
+
+    Of a test about numbers those that `make test` has are marked `numbers`; where it has none of them, all are.
+    """
     matrices = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("thinned") and hasattr(item, "callspec"):
-            matrices[item.nodeid.split("[")[0]].append(item)
-    for cases in matrices.values():
-        options = cases[0].get_closest_marker("thinned").kwargs
-        size = options.get("size", 1)
-        few = _covering(cases, size, options.get("most", len(cases)))
-        more = _covering(cases, size + 1, options.get("most_slow", 2), few)
-        for item in cases:
-            if item not in few:
-                item.add_marker("slow")
-            if item not in few and item not in more:
-                item.add_marker("exhaustive")
+        matrices[item.nodeid.split("[")[0]].append(item)
+    for name, cases in matrices.items():
+        if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
+            _thin(cases)
+        if name.removeprefix("tests/").startswith(NUMBERS):
+            for item in [item for item in cases if not item.get_closest_marker("slow")] or cases:
+                item.add_marker("numbers")
+
+
+def _thin(cases):
+    options = cases[0].get_closest_marker("thinned").kwargs
+    size = options.get("size", 1)
+    few = _covering(cases, size, options.get("most", len(cases)))
+    more = _covering(cases, size + 1, options.get("most_slow", 2), few)
+    for item in cases:
+        if item not in few:
+            item.add_marker("slow")
+        if item not in few and item not in more:
+            item.add_marker("exhaustive")
 
 
 def _covering(cases, size, most, chosen=()):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pathlib
 import re
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
 
 import jpipe
 from benchmarks import cross_entropy, dispatch, gpt, gpu, recipes, transfers
@@ -21,7 +23,7 @@ from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import stages
+from benchmarks.papers import draw, stages
 from benchmarks.papers.document import put
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
@@ -445,17 +447,19 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
     document = tmp_path / "papers.md"
-    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n")
-    papers.main(["table-1", "--model", "S2VT", "--document", str(document), "--json", str(tmp_path / "papers.json")])
-    (table,) = json.loads((tmp_path / "papers.json").read_text())["table-1"]
+    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
+    options = ["--document", str(document), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
+    papers.main(["table-1", "--model", "S2VT", *options])
+    table, sums = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
     assert (model, cluster, paper) == ("S2VT", "4 × 1 C", "2-1-1 (3.01)")
     faster, papers_own = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
     assert as_paper.startswith("2-1-1 ")
     assert faster >= papers_own > (0 if real else 1)
-    text = papers.Table(**table).text
-    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n"
+    text, below = (papers.Table(**one).text for one in (table, sums))
+    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below}\n"
     assert text in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("*.png")] == ["papers-plans.png"]
 
 
 def test_a_document_without_a_place_for_a_table_is_refused(tmp_path, capsys):
@@ -464,6 +468,34 @@ def test_a_document_without_a_place_for_a_table_is_refused(tmp_path, capsys):
     assert "expected a document, found no file" in capsys.readouterr().err
     with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
         put("| old |\n", {"table 1": "| new |\n"})
+
+
+def test_pictures_show_the_numbers_of_the_tables():
+    assert draw.numbers("2-1-1 (3.01)") == [2, 1, 1, 3.01]
+    assert draw.numbers("-72%") == [-72]
+    assert draw.numbers("0% to 26%") == [0, 26]
+    assert draw.numbers("85% less; 95% less (preprint)") == [85, 95]
+    assert draw.numbers("1,736 samples/s") == [1736]
+    assert draw.numbers("") == []
+    figure = Figure()
+    rows = [("VGG-16", "1.0 GB", "4.0 GB", "3.0 GB", "2.0 GB", "2.5 GB", "1.60", "on par")]
+    flights = [(n, f"{100 * n} samples/s", "1.0 GB", "2.0 GB", "3.0 GB", "4.0 GB") for n in (1, 2)]
+    tables = {name: papers.Table(name, (), found) for name, found in (("figure 16", rows), ("figure 18", flights))}
+    draw.PICTURES["memory"].draw(figure, tables)
+    left, middle, right = figure.axes
+    assert [bar.get_height() for bar in left.patches] == [1, 4, 3, 2]
+    assert list(left.lines[0].get_ydata()) == [2.5, 2.5]
+    assert sorted(bar.get_height() for bar in middle.patches) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [bar.get_height() for bar in right.patches] == [100, 200]
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_each_picture_of_the_papers_page_is_there_with_its_tables(name):
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    page = (docs / "papers.md").read_text(encoding="utf-8")
+    assert f"](pictures/papers-{name}.png)" in page
+    assert (docs / f"pictures/papers-{name}.png").stat().st_size < 150_000
+    assert all(f"<!-- {table} -->" in page for table in draw.PICTURES[name].tables)
 
 
 def layer_profile(n, forward, size):
@@ -497,3 +529,15 @@ def test_the_cuts_for_given_replicas_are_the_fastest():
     ]
     assert stages.bytes_per_sample(problem, stages.least_bytes(problem), 1) == pytest.approx(min(sent))
     assert stages.best_cuts(Problem(costs[:2], Topology.flat(4, 1.0)), (2, 1, 1)) is None
+    only = [stages.bytes_per_sample(problem, evaluate(problem, placed), 1) for placed in placements((2, 1, 1), 6)]
+    assert stages.bytes_per_sample(problem, stages.least_bytes(problem, (2, 1, 1)), 1) == pytest.approx(min(only))
+
+
+def test_sums_that_wait_make_data_parallelism_slower():
+    costs = [jpipe.programs.LayerCost(1.0, 2.0, weights=size, accumulators=size) for size in (0, 0, 0, 4)]
+    problem = Problem(costs, Topology.flat(4, 1.0))
+    summed = 2 * 3 / 4 * 4  # seconds of a ring of four
+    assert stages.waiting_speed_up(problem, (1, 1, 1, 1)) == pytest.approx((12 + summed) / 4 / 3)
+    assert stages.waiting_speed_up(problem, (3, 1)) == pytest.approx((12 + summed) / 4 / 3)  # the replicas have no weights
+    assert stages.slowness(problem, (1, 1, 1, 1), 4.0) == pytest.approx((4 * 12 - 12) / summed, rel=1e-4)
+    assert stages.slowness(problem, (2, 2), 100.0) is None  # which waits for the sum, too

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--model NAME]`: the papers' tables and figures beside what is predicted here.
+"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: the papers' tables and figures beside what is predicted.
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
@@ -14,6 +14,7 @@ import jax
 from benchmarks import parts
 from benchmarks.papers import pipedream, two_bw
 from benchmarks.papers.document import Table, write
+from benchmarks.papers.draw import draw_all
 from benchmarks.papers.models import PIPEDREAM
 from jpipe import InputError
 
@@ -39,9 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--document", type=_document, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
     try:
-        parts.run(parser, {name: _shown(part) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
+        found = dict[str, Table]()
+        parts.run(parser, {name: _shown(part, found) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
     except InputError as error:
         sys.exit(f"bench-papers: {error}")
 
@@ -53,8 +56,8 @@ def _document(name: str) -> Path:
     return path
 
 
-def _shown(part: Callable[[argparse.Namespace], list[Table]]) -> Callable[[argparse.Namespace], Any]:
-    """The part, with its tables printed, put into the document, and given as data."""
+def _shown(part: Callable[[argparse.Namespace], list[Table]], found: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
+    """The part, with its tables printed, put into the document, drawn with those that are found before, and given as data."""
 
     def run(options: argparse.Namespace) -> Any:
         tables = part(options)
@@ -62,6 +65,9 @@ def _shown(part: Callable[[argparse.Namespace], list[Table]]) -> Callable[[argpa
             print(f"{table.name}\n\n{table.text}", flush=True)
         if options.document:
             write(options.document, {table.name: table.text for table in tables})
+        found.update({table.name: table for table in tables})
+        if options.pictures:
+            draw_all(found, [table.name for table in tables], options.pictures)
         return [table._asdict() for table in tables]
 
     return run

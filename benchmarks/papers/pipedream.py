@@ -31,6 +31,8 @@ TABLE_1: tuple[tuple[str, str, str, str], ...] = (
     ("S2VT", "4 × 1 C", "2-1-1", "3.01"),
 )
 """Model, cluster, the paper's configuration, and its speed-up over data parallelism in the time of an epoch."""
+DEPTHS = {("GNMT-16", "4 × 4 A"): 14, ("GNMT-16", "2 × 8 B"): 14, ("GNMT-8", "3 × 4 A"): 10}
+"""Stages of the straight pipelines that PipeDream's published code has for so many GPUs; the other GPUs are idle."""
 
 
 def machine(cluster: str, shared_pcie: bool = False) -> Topology:
@@ -46,25 +48,38 @@ def profile_on(model: str, where: Topology) -> Profile:
     return stages.scaled(pipedream_profile(model), stages.rate(topology("cluster-a").device) / stages.rate(where.device))
 
 
+def replicas_of(model: str, cluster: str, paper: str) -> tuple[int, ...]:
+    """Of each stage of the paper's configuration."""
+    if paper == STRAIGHT:
+        return (1,) * DEPTHS.get((model, cluster), machine(cluster).num_devices)
+    return tuple(map(int, paper.split("-")))
+
+
+def problem_on(model: str, where: Topology) -> Problem:
+    """The search for stages of a model there."""
+    return stages.problem_of(profile_on(model, where), where)
+
+
 def table_1(models: Sequence[str] = ()) -> list[Table]:
-    """The plans beside the paper's.
+    """The plans beside the paper's, and what the paper's speed-ups say of its sums of gradients.
 
     Args:
         models: only these; by default all.
     """
     head = ("model", "cluster", "paper", "planned", "the paper's stages", "DP: sum ÷ compute", "planned, PCIe shared", "the paper's stages")
-    rows = [_row(*case) for case in TABLE_1 if not models or case[0] in models]
-    return [Table("table 1", head, rows)]
+    cases = [case for case in TABLE_1 if not models or case[0] in models]
+    tables = [Table("table 1", head, [_row(*case) for case in cases])]
+    if waits := [_sums_row(*case, rows) for case in cases if not case[2].isdecimal() for rows in ROWS.get(case[0], (0,))]:
+        slow = ("model", "cluster", "paper", "sums overlap", "sums wait", "link", "rate for the paper's speed-up", "share of the link")
+        tables.append(Table("table 1, sums", slow, waits))
+    return tables
 
 
 def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]:
     cells = [model, cluster, f"{paper} ({speed_up})"]
     for shared in (False, True) if cluster.endswith("A") else (False,):
-        where = machine(cluster, shared)
-        problem = stages.problem_of(profile_on(model, where), where)
-        count = where.num_devices
-        replicas = (1,) * count if paper == STRAIGHT else tuple(map(int, paper.split("-")))
-        cells += [_cell(problem, search(problem)), _cell(problem, stages.best_cuts(problem, replicas))]
+        problem = problem_on(model, machine(cluster, shared))
+        cells += [_cell(problem, search(problem)), _cell(problem, stages.best_cuts(problem, replicas_of(model, cluster, paper)))]
         if not shared:
             cells.append(f"{stages.sum_share(problem):.2f}")
     return (*cells, *[""] * (8 - len(cells)))
@@ -72,9 +87,30 @@ def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]
 
 def _cell(problem: Problem, found: Partition | None) -> str:
     """Its stages, and in brackets its speed-up."""
-    if found is None:
-        return f"{len(problem.layers)} layers are too few"
-    return f"{stages.name_of(found)} ({stages.data_parallel(problem).seconds / found.seconds:.2f})"
+    assert found is not None, "fewer layers than stages"
+    name = stages.name_of(found)
+    if name == STRAIGHT and found.devices < problem.topology.num_devices:
+        name += f", {len(found.stages)} stages"
+    return f"{name} ({stages.data_parallel(problem).seconds / found.seconds:.2f})"
+
+
+ROWS = {"AWD-LM": (80, 20)}
+"""The rows of each GPU under data parallelism where the text leaves it open: 80, or 80 of four GPUs together."""
+
+
+def _sums_row(model: str, cluster: str, paper: str, speed_up: str, rows: int) -> tuple[str, ...]:
+    """The speed-up of the paper's stages with sums that overlap or do not, and the rate of the sums with which it is the paper's."""
+    problem, replicas = problem_on(model, machine(cluster)), replicas_of(model, cluster, paper)
+    found, devices = stages.best_cuts(problem, replicas), problem.topology.num_devices
+    assert found is not None, "fewer layers than stages"
+    often = PIPEDREAM[model].rows // rows if rows else 1  # how many sums data parallelism has in place of one
+    share = stages.sum_share(problem)
+    overlap = stages.data_parallel(problem).seconds / found.seconds * max(1.0, often * share) / max(1.0, share)
+    waiting = stages.waiting_speed_up(problem, replicas, often)
+    slower, link = stages.slowness(problem, replicas, float(speed_up)), problem.link(0, devices - 1).bandwidth
+    rates = (f"{often * link / slower / 1e9:.2f} GB/s", f"{often / slower:.0%}") if slower else ("none", "")
+    name = f"{model}, {rows} rows a GPU" if rows else model
+    return (name, cluster, f"{paper} ({speed_up})", f"{overlap:.2f}", f"{waiting:.2f}", f"{link / 1e9:.2f} GB/s", *rates)
 
 
 FIGURE_17 = {
@@ -89,31 +125,49 @@ FIGURE_17 = {
 
 
 def figure_17() -> list[Table]:
-    """Bytes that all devices send for a sample."""
-    head = (
-        "model",
-        "data parallelism",
-        "fastest pipeline",
-        "difference",
-        "fewest bytes",
-        "difference",
-        "the paper's stages",
-        "difference",
-        "paper",
-    )
+    """Bytes that all devices send for a sample, and the paper's claims about them."""
+    head = ("model", "data parallelism", "fastest pipeline", "difference", "fewest bytes", "difference")
+    head += ("the paper's stages", "fastest cuts", "fewest bytes", "paper")
     rows = []
     for model, (cluster, paper, says) in FIGURE_17.items():
-        problem = stages.problem_of(profile_on(model, machine(cluster)), machine(cluster))
-        size = PIPEDREAM[model].rows
+        problem, size = problem_on(model, machine(cluster)), PIPEDREAM[model].rows
         alone = stages.bytes_per_sample(problem, stages.data_parallel(problem), size)
-        kinds: list[Partition | None] = [stages.best_pipeline(problem), stages.least_bytes(problem)]
-        kinds += [stages.best_cuts(problem, (1, 1, 1, 1) if paper == STRAIGHT else tuple(map(int, paper.split("-"))))] if paper else []
         cells = list[str]()
-        for found in kinds:
-            assert found is not None
-            cells += [stages.name_of(found), f"{stages.bytes_per_sample(problem, found, size) / alone - 1:+.0%}"]
-        rows.append((model, f"{alone / 1e6:.1f} MB", *cells, *[""] * (6 - len(cells)), says))
-    return [Table("figure 17", head, rows)]
+        for found in (stages.best_pipeline(problem), stages.least_bytes(problem)):
+            cells += [stages.name_of(found), _difference(problem, found)]
+        cells += [paper, *_both(problem, replicas_of(model, cluster, paper))] if paper else ["", "", ""]
+        rows.append((model, f"{alone / 1e6:.1f} MB", *cells, says))
+    claims_head = ("model", "cluster", "stages", "rows of a GPU under data parallelism", "fastest cuts", "fewest bytes", "paper")
+    return [Table("figure 17", head, rows), Table("figure 17, claims", claims_head, [_claim(*claim) for claim in CLAIMS])]
+
+
+CLAIMS = (
+    ("VGG-16", "1 × 4 A", "3-1", 64, "more than 85% less"),
+    ("VGG-16", "4 × 4 A", "15-1", 64, "more than 85% less"),
+    ("VGG-16", "1 × 8 B", "7-1", 64, "95% less (preprint)"),
+    ("AWD-LM", "1 × 4 A", STRAIGHT, 80, "88% less"),
+    ("AWD-LM", "1 × 4 A", STRAIGHT, 20, "88% less"),
+    ("S2VT", "4 × 1 C", "2-1-1", 80, "85% less; 95% less (preprint)"),
+)
+"""Model, cluster, stages, rows of each GPU under data parallelism, and what the text says of the bytes."""
+
+
+def _claim(model: str, cluster: str, paper: str, rows: int, says: str) -> tuple[object, ...]:
+    replicas, more = replicas_of(model, cluster, paper), PIPEDREAM[model].rows // rows
+    return model, cluster, paper, rows, *_both(problem_on(model, machine(cluster)), replicas, more), says
+
+
+def _both(problem: Problem, replicas: tuple[int, ...], more: int = 1) -> tuple[str, str]:
+    """The differences of the fastest cuts and of those with the fewest bytes."""
+    fastest = stages.best_cuts(problem, replicas)
+    assert fastest is not None, "fewer layers than stages"
+    return _difference(problem, fastest, more), _difference(problem, stages.least_bytes(problem, replicas), more)
+
+
+def _difference(problem: Problem, found: Partition, more: int = 1) -> str:
+    """Of the bytes for a sample, to those of data parallelism, which sums so many times as often."""
+    alone = more * stages.bytes_per_sample(problem, stages.data_parallel(problem), 1)
+    return f"{stages.bytes_per_sample(problem, found, 1) / alone - 1:+.0%}"
 
 
 FIGURE_1 = ("AlexNet", "VGG-16", "ResNet-50", "GNMT-8", "GNMT-16", "AWD-LM")
@@ -162,8 +216,7 @@ def figure_14() -> list[Table]:
     where = machine("1 × 4 A")
     a, b = [], []
     for model, says in FIGURE_14.items():
-        profile = profile_on(model, where)
-        problem = stages.problem_of(profile, where)
+        profile, problem = profile_on(model, where), problem_on(model, where)
         straight, best = stages.best_cuts(problem, (1, 1, 1, 1)), stages.best_pipeline(problem)
         assert straight is not None
         alone = _throughput(profile, problem, straight, "naive")
@@ -190,8 +243,7 @@ def figure_16() -> list[Table]:
     where = machine("1 × 4 A")
     rows = []
     for model in ("VGG-16", "GNMT-8", "GNMT-16"):
-        profile = profile_on(model, where)
-        problem = stages.problem_of(profile, where)
+        profile, problem = profile_on(model, where), problem_on(model, where)
         straight = stages.best_cuts(problem, (1, 1, 1, 1))
         assert straight is not None
         peaks = stages.simulate(profile, problem, straight).peak_bytes
@@ -204,15 +256,27 @@ def figure_16() -> list[Table]:
 def figure_18() -> list[Table]:
     """GNMT-8 as four stages on 4 GPUs: throughput and memory by the microbatches in flight at the first stage."""
     where = machine("1 × 4 A")
-    profile = profile_on("GNMT-8", where)
-    problem = stages.problem_of(profile, where)
+    profile, problem = profile_on("GNMT-8", where), problem_on("GNMT-8", where)
     straight = stages.best_cuts(problem, (1, 1, 1, 1))
     assert straight is not None
-    runs = {1: stages.simulate(profile, problem, straight, "naive")}
-    runs |= {4 + 3 * extra: stages.simulate(profile, problem, straight, extra=extra) for extra in (0, 1)}
+    one, four, seven = (
+        stages.simulate(profile, problem, straight, schedule, extra)
+        for schedule, extra in (("naive", 0), ("pipedream", 0), ("pipedream", 1))
+    )
     size = PIPEDREAM["GNMT-8"].rows
-    rows = [(n, f"{size / run.batch_seconds:.0f} samples/s", *map(_gigabytes, run.peak_bytes)) for n, run in runs.items()]
+    runs = {n: (size / run.batch_seconds, run.peak_bytes) for n, run in ((1, one), (4, four), (7, seven))}
+    counted = {2: (2 * size / one.batch_seconds, _two_in_flight(four.peak_bytes, seven.peak_bytes))}
+    rows = [(n, f"{rate:.0f} samples/s", *map(_gigabytes, peaks)) for n, (rate, peaks) in sorted({**runs, **counted}.items())]
     return [Table("figure 18", ("in flight", "throughput", *(f"stage {n}" for n in range(4))), rows)]
+
+
+def _two_in_flight(four: Sequence[int], seven: Sequence[int]) -> list[float]:
+    """Peak bytes of each of four stages with at most two microbatches in flight, from those with four and with seven at the first stage.
+
+    Stage s has 4 - s in flight of the four, and 7 - 2 s of the seven. Each takes as much memory as the one before.
+    """
+    slopes = [(more - own) / max(3 - s, 1) for s, (own, more) in enumerate(zip(four, seven, strict=True))]
+    return [own - max(2 - s, 0) * slope for s, (own, slope) in enumerate(zip(four, slopes, strict=True))]
 
 
 def _gigabytes(size: float) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import jpipe
 from planner.cost.price import all_reduce_seconds, cut_seconds
@@ -40,12 +41,29 @@ def problem_of(profile: Profile, topology: Topology) -> Problem:
     return Problem(costs, topology, inputs=profile.inputs[0], labels=profile.labels[0])
 
 
-def best_cuts(problem: Problem, replicas: tuple[int, ...]) -> Partition | None:
+Seconds = Callable[[Problem, Placed], float]
+"""Seconds per microbatch of a stage."""
+
+
+def waiting(slower: float) -> Seconds:
+    """Stages whose sums of gradients take so many times as long as on the link, and begin only after the computation."""
+
+    def seconds(problem: Problem, stage: Placed) -> float:
+        own = problem.layers[stage.start : stage.stop]
+        link = problem.link(stage.first, stage.first + stage.replicas - 1)
+        summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link))
+        return (sum(layer.forward + layer.backward + layer.update for layer in own) + summed) / stage.replicas
+
+    return seconds
+
+
+def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds = seconds_of) -> Partition | None:
     """The fastest stages with so many replicas each, by dynamic programming over the cuts.
 
     Args:
         problem: the costs and the devices.
         replicas: of each stage.
+        seconds_of: of a stage; by default its sums overlap with its computation.
 
     Returns:
         None if there are fewer layers than stages.
@@ -69,6 +87,42 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...]) -> Partition | None:
     return evaluate(problem, best[count][1]) if count in best else None
 
 
+def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float = 1.0) -> float:
+    """The throughput of the fastest stages with these replicas, divided by that of data parallelism, where no sum overlaps.
+
+    Args:
+        problem: the costs and the devices.
+        replicas: of each stage; there are as many layers.
+        slower: how many times as long as on the link all sums take.
+    """
+    seconds = waiting(slower)
+    found = best_cuts(problem, replicas, seconds)
+    assert found is not None, f"too few layers for {replicas}"
+    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(found.stages)]
+    cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(found.stages, links, strict=False)]
+    (whole,) = data_parallel(problem).stages
+    return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in found.stages))
+
+
+def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> float | None:
+    """How many times as long as on the link all sums must take for this `waiting_speed_up`; None: there is no such number.
+
+    Args:
+        problem: the costs and the devices.
+        replicas: of each stage.
+        speed_up: to be reached.
+    """
+    low, high = 0.0, 1.0
+    while waiting_speed_up(problem, replicas, high) < speed_up:
+        low, high = high, 2 * high
+        if high > 1000:
+            return None
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if waiting_speed_up(problem, replicas, middle) >= speed_up else (middle, high)
+    return high
+
+
 def data_parallel(problem: Problem) -> Partition:
     """All layers on every device."""
     return evaluate(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
@@ -86,15 +140,20 @@ def best_pipeline(problem: Problem) -> Partition:
     return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
 
 
-def least_bytes(problem: Problem) -> Partition:
-    """The partition of at least two stages that sends the fewest bytes; of a few devices only, because it tries all replicas and cuts."""
-    count, devices = len(problem.layers), problem.topology.num_devices
+def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Partition:
+    """The partition of at least two stages that sends the fewest bytes, found by trying all cuts.
+
+    Args:
+        problem: the costs and the devices.
+        replicas: of each stage; None: tries all, which takes too long for more than a few devices.
+    """
+    count = len(problem.layers)
     summed = [0, *itertools.accumulate(layer.summed for layer in problem.layers)]
     best: tuple[float, list[Placed]] = math.inf, []
-    for replicas in configurations(devices):
-        firsts = (0, *itertools.accumulate(replicas))
-        for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
-            ends = zip((0, *cuts), (*cuts, count), firsts, replicas, strict=False)
+    for split in configurations(problem.topology.num_devices) if replicas is None else [replicas]:
+        firsts = (0, *itertools.accumulate(split))
+        for cuts in itertools.combinations(range(1, count), len(split) - 1):
+            ends = zip((0, *cuts), (*cuts, count), firsts, split, strict=False)
             placed = [Placed(start, stop, first, own) for start, stop, first, own in ends]
             sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
             sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch

@@ -5,7 +5,7 @@ A public module of its own, `jpipe.checkpoints`: importing `jpipe` does not impo
 
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,9 @@ def save(
         raise problem
 
 
-def load(pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step: int | None = None) -> State | None:
+def load(
+    pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step: int | None = None, *, buckets: Sequence[Batch] = ()
+) -> State | None:
     """The state of a run before a batch, everything compiled; the run goes on as if it had not ended. See `Pipeline.restore`.
 
     Args:
@@ -95,6 +97,7 @@ def load(pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step:
         key: of the run, as it was given to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
         step: of the checkpoint, the batches that its weights have seen; None: the newest that is whole.
+        buckets: as in `Pipeline.init`.
 
     Returns:
         The state; its `batch` is the step. None where `step` is None and the folder has no whole checkpoint.
@@ -116,7 +119,7 @@ def load(pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step:
     if found not in steps(place):
         raise InputError(f"step: expected one of {', '.join(map(str, steps(place))) or 'none at all'}, those in '{place}', found {found}")
     pipe.check_layers(batch, stand_ins(pipe, place, found), found)
-    return pipe.restore(key, batch, read(pipe, place, found), found)
+    return pipe.restore(key, batch, read(pipe, place, found), found, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:

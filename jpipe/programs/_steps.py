@@ -62,6 +62,11 @@ class Steps:
             return None
         return version + batch - model_batch
 
+    @property
+    def in_flight(self) -> int:
+        """Of how many batches, the newest included, a microbatch may be computed in a step."""
+        return self._full + 1
+
     @cached_property
     def _full(self) -> int:
         return batches_until_full(self._plan) - self._plan.flush_first

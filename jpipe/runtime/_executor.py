@@ -1,8 +1,8 @@
-"""A pipeline compiled for batches of one shape: runs the programs of its plan on the workers of this process."""
+"""A pipeline compiled for batches of one shape or a few: runs the programs of its plan on the workers of this process."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,6 +14,7 @@ from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
+from jpipe.runtime._buckets import Bucket, told
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
@@ -38,15 +39,14 @@ class Executor:
     Args:
         plan: the plan.
         steps: its programs.
-        functions: the functions of each stage.
-        spec: shapes and dtypes of one microbatch.
+        buckets: the shapes of batches, all with the same rows, weights and layer state.
         places: where each worker computes.
         processes: the processes of the run, if there are several.
 
     Attributes:
-        spec: as given.
-        functions: as given.
-        stages: the compiled stage of each worker of this process, by worker.
+        specs: of one microbatch of each bucket.
+        functions: of the first bucket.
+        stages: the compiled stage of each worker of this process, by worker; for the first bucket.
         fingerprint: what determines the content of a state; states with another fingerprint do not fit.
     """
 
@@ -54,26 +54,36 @@ class Executor:
         self,
         plan: Plan,
         steps: Steps,
-        functions: Sequence[StageFunctions],
-        spec: Batch,
+        buckets: Sequence[Bucket],
         places: Sequence[Place],
         processes: Processes | None,
     ) -> None:
         if processes is not None:  # another mesh, say, would be noticed only when shapes of messages differ
-            processes.agree({"plan": plan.to_json()})
-        self.functions, self.spec = functions, spec
+            processes.agree({"plan": plan.to_json()} | ({"buckets": told([bucket.spec for bucket in buckets])} if len(buckets) > 1 else {}))
+        functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
+        self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._processes = plan, steps, processes
         shares = [shares_of(plan, f) for f in functions]
-        arrays = [Arrays(functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
-        own = {w: (a.functions, places[w], a.share) for w, a in enumerate(arrays) if places[w].process_index == jax.process_index()}
-        self.stages = compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions])
+        arrays = [
+            [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
+            for bucket in buckets
+        ]
+        self._compiled: list[dict[int, CompiledStage]] = []  # by bucket
+        for of_bucket in arrays:
+            own = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == jax.process_index()}
+            like = self._compiled[0] if self._compiled else None
+            self._compiled.append(compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions], like))
+        self.stages = self._compiled[0]
+        self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
-        self._transport.compile(_sends(plan, arrays, steps.verified_runs), _replica_sums(plan, arrays), _loads(own, arrays))
+        sends = _sends(plan, arrays, steps.verified_runs)
+        self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]))
         self._exchange = MetricsExchange(
             plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
         )
-        self._measuring: dict[tuple[tuple[str, int], ...], dict[int, CompiledStage]] = {}  # the last stage, by names and ids of metrics
-        self.fingerprint = fingerprint(plan, places, spec, functions)
+        # The last stage, by bucket, and names and ids of metrics.
+        self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
+        self.fingerprint = fingerprint(plan, places, self.specs, functions)
 
     def connect(self) -> None:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
@@ -82,29 +92,35 @@ class Executor:
             self._transport.connect(self._exchange.name)
             self._processes.barrier(f"{self._exchange.name}: connected")
 
+    def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
+        """The stages of this process as compiled for microbatches that these functions are for, or else for those of the first bucket."""
+        inputs = functions[0].specs.x
+        return next((stages for stages, bucket in zip(self._compiled, self._buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
+
     @property
     def transfers(self) -> str | None:
         """How messages go between processes, as `Transport.way`; None in a run of one process."""
         return None if self._processes is None else self._transport.way
 
-    def state(self, workers: Iterable[WorkerState], batch: int, start: int) -> State:
-        """The state before `batch` of a pipeline that was last empty before batch `start`."""
-        return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint)
+    def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
+        """The state before `batch` of a pipeline that was last empty before batch `start`, where the last batches were of these buckets."""
+        return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
-    def step(self, state: State, batch: Batch, observe: Observer | None) -> tuple[State, Metrics]:
-        """Feed one batch; see `Pipeline.step`."""
+    def step(self, state: State, batch: Batch, bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
+        """Feed one batch, which is of a bucket; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
-        workers, found = self._run(program, shift, state.workers, batch, observe)
+        buckets = (*state.buckets, bucket)[-self._steps.in_flight :] if len(self.specs) > 1 else ()
+        workers, found = self._run(program, shift, state.workers, batch, _by_batch(buckets, state.batch + 1), observe)
         is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
         start = state.batch + 1 if is_empty else state.start
-        return self.state(workers, state.batch + 1, start), self._exchange.metrics(program, shift, found)
+        return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, found)
 
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
         """The state with nothing in flight, and what only now is known of batches; each replica keeps its own layer state."""
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, found = self._run(program, shift, state.workers, None, observe)
+        workers, found = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), observe)
         return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
 
     def drained_copy(self, state: State) -> State:
@@ -113,7 +129,7 @@ class Executor:
         if state.start == state.batch:
             return state
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, _ = self._run(program, shift, state.workers, None, None)
+        workers, _ = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), None)
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
@@ -147,8 +163,8 @@ class Executor:
             return self.drained_copy(state), state.batch
         return state, version
 
-    def evaluate(self, state: State, batch: Batch, count: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
-        """Forward `count` microbatches; see `Pipeline.evaluate`."""
+    def evaluate(self, state: State, batch: Batch, count: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
+        """Forward `count` microbatches of a bucket; see `Pipeline.evaluate`."""
         state, version = self.settle(state, weights)
         state = self.average(state)
         program = lower_evaluation(self._plan, count, version)
@@ -157,8 +173,10 @@ class Executor:
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
-        data = read_data(program, workers, _on_host(batch), rows_of(self.spec))
-        _, found = run(program, 0, self._evaluating(metrics), workers, self._transport, data)
+        data = read_data(program, workers, _on_host(batch), rows_of(self.specs[0]))
+        measuring = self._evaluating(bucket, metrics)
+        stages = {w: [*those[:bucket], measuring[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
+        _, found = run(program, 0, stages, lambda _: bucket, workers, self._transport, data)
         return self._exchange.evaluation(found, version, list(metrics))
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
@@ -189,21 +207,27 @@ class Executor:
         return found
 
     def _run(
-        self, program: Program, shift: int, workers: Sequence[WorkerState], batch: Batch | None, observe: Observer | None
+        self,
+        program: Program,
+        shift: int,
+        workers: Sequence[WorkerState],
+        batch: Batch | None,
+        buckets: Callable[[int], int],
+        observe: Observer | None,
     ) -> tuple[Iterable[WorkerState], Found]:
         states = dict(zip(self.stages, workers, strict=True))
-        data = read_data(program, states, {} if batch is None else _on_host(batch), rows_of(self.spec))
-        left, found = run(program, shift, self.stages, states, self._transport, data, observe)
+        data = read_data(program, states, {} if batch is None else _on_host(batch), rows_of(self.specs[0]))
+        left, found = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
         return left.values(), found
 
-    def _evaluating(self, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+    def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
         """The stages of this process, with these metrics in the last one's evaluation; compiled at the first use of the metrics."""
-        asked = tuple((name, id(metric)) for name, metric in metrics.items())
+        asked, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
         if metrics and asked not in self._measuring:
-            check_metrics(self.functions[-1], metrics)
-            own = {w: stage for w, stage in self.stages.items() if stage.functions.last}
+            check_metrics(self._buckets[bucket].functions[-1], metrics)
+            own = {w: stage for w, stage in stages.items() if stage.functions.last}
             self._measuring[asked] = with_metrics(own, metrics)
-        return self.stages | self._measuring.get(asked, {})
+        return stages | self._measuring.get(asked, {})
 
 
 def copy(tree: Tree) -> Tree:
@@ -215,32 +239,40 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
     return dict(zip(("inputs", "labels"), to_host(batch), strict=True))
 
 
-def _sends(plan: Plan, arrays: Sequence[Arrays], runs: Iterable[Program]) -> list[Sent]:
-    """One send of each kind between each pair of workers, with what it moves; `arrays` are those of each worker."""
+def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
+    """The bucket of each of the last batches before `end`, by its number; all are 0 where there is one."""
+    return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
+
+
+def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program]) -> list[Sent]:
+    """One send of each kind between each pair of workers, with what it moves; of each bucket `buckets` has the arrays of each worker."""
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)
     sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
     kinds = {(i.worker, i.to, i.message): i for i in sends}
 
-    def sent(i: Send) -> Sent:
+    def sent(i: Send, bucket: int) -> Sent:
+        arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
         s, other = plan.workers[i.worker][0], plan.workers[i.to][0]
         match i.message:
             case "activation":
-                return Sent(i, source.outputs, to.x)
+                return Sent(i, bucket, source.outputs, to.x)
             case "gradient":
-                return Sent(i, source.gradient, to.message)
+                return Sent(i, bucket, source.gradient, to.message)
             case "norm":
-                return Sent(i, source.norm, to.norm)
+                return Sent(i, bucket, source.norm, to.norm)
             case "squares":
                 squares = source.functions.squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
-                return Sent(i, source.whole(squares), to.whole(squares))
+                return Sent(i, bucket, source.whole(squares), to.whole(squares))
             case "weights":
                 assert source.share is not None
-                return Sent(i, source.share.given(source.params), source.share.given(to.params))
+                return Sent(i, bucket, source.share.given(source.params), source.share.given(to.params))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        return Sent(i, *(source.functions.shared_with(other, own) for own in gradients))
+        return Sent(i, bucket, *(source.functions.shared_with(other, own) for own in gradients))
 
-    return [sent(i) for _, i in sorted(kinds.items())]
+    ordered = [i for _, i in sorted(kinds.items())]
+    of_shape = [i for i in ordered if i.message in ("activation", "gradient")]
+    return [sent(i, 0) for i in ordered] + [sent(i, bucket) for bucket in range(1, len(buckets)) for i in of_shape]
 
 
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:

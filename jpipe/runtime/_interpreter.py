@@ -1,6 +1,6 @@
 """The interpreter: runs a program instruction by instruction on the devices. It knows no schedule and reads no configuration."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,7 +73,8 @@ class Found(NamedTuple):
 def run(
     program: Program,
     shift: int,
-    stages: Mapping[int, CompiledStage],
+    stages: Mapping[int, Sequence[CompiledStage]],
+    buckets: Callable[[int], int],
     states: Mapping[int, WorkerState],
     transport: Transport,
     data: dict[tuple[Data, int], Tree],
@@ -84,7 +85,8 @@ def run(
     Args:
         program: what to run.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
-        stages: by worker of this process.
+        stages: by worker of this process, for each bucket.
+        buckets: gives the bucket of a batch, as counted in the run.
         states: by worker of this process; consumed.
         transport: between the workers.
         data: from `read_data`; consumed.
@@ -94,7 +96,7 @@ def run(
         The new states, and what was found.
     """
     plan, found = program.plan, Found({}, {}, {})
-    workers = {w: _Worker(program, w, shift, stages[w], state, transport, found) for w, state in states.items()}
+    workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
     for instruction in program.instructions:
         worker = workers.get(instruction.worker)
         if worker is None:
@@ -174,7 +176,8 @@ class _Worker:
         sets_aside, global_norm: as in `Program`, for its stage.
         shared: as in `Program`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
-        compiled, functions, calls: of its stage.
+        compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `of`.
+        stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
         held: what instructions change.
         found: what they compute besides; shared by the workers of this process.
@@ -182,7 +185,15 @@ class _Worker:
     """
 
     def __init__(
-        self, program: Program, worker: int, shift: int, stage: CompiledStage, state: WorkerState, transport: Transport, found: Found
+        self,
+        program: Program,
+        worker: int,
+        shift: int,
+        stages: Sequence[CompiledStage],
+        buckets: Callable[[int], int],
+        state: WorkerState,
+        transport: Transport,
+        found: Found,
     ) -> None:
         self.plan = plan = program.plan
         self.stage, self.replica = plan.workers[worker]
@@ -190,13 +201,22 @@ class _Worker:
         self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
         self.shared = program.shared
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
-        self.compiled, self.functions, self.calls, self.transport = stage, stage.functions, stage.calls, transport
+        self.stages, self.buckets, self.transport = stages, buckets, transport
+        self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.held = _Held(**vars(state.taken()))
         self.found = found
         self.done: jax.Array | None = None
 
     def rng(self, k: int) -> tuple[Any, Any]:
         return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
+
+    def bucket(self, k: int) -> int:
+        """The bucket of a microbatch."""
+        return self.buckets(k // self.plan.microbatches)
+
+    def of(self, k: int) -> CompiledStage:
+        """What its stage computes a microbatch with."""
+        return self.stages[self.bucket(k)]
 
     @property
     def averages(self) -> bool:
@@ -209,9 +229,9 @@ class _Worker:
     def forward(self, i: Forward) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
         params, before = held.versions[i.version + self.version_shift], held.layer_state
-        x, labels = held.take_inputs(k)
-        (y, held.layer_state, saved), self.done = self.calls["forward"](params, before, x, labels, self.rng(k))
-        held.buffers["residuals", k] = self.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
+        x, labels, stage = *held.take_inputs(k), self.of(k)
+        (y, held.layer_state, saved), self.done = stage.calls["forward"](params, before, x, labels, self.rng(k))
+        held.buffers["residuals", k] = stage.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
         held.buffers["message" if self.functions.last else "output", k] = y
 
     def backward(self, i: Backward) -> None:
@@ -219,7 +239,7 @@ class _Worker:
         kept, saved, message = self.take_residuals(k)
         version = i.version + self.version_shift
         params = held.versions[version]
-        (gradient, held.accumulators), self.done = self.calls["backward"](
+        (gradient, held.accumulators), self.done = self.of(k).calls["backward"](
             params, kept, saved, message, self.taken_accumulators(params), self.rng(k), held.scale(version)
         )
         self.keep_gradient(k, gradient)
@@ -231,27 +251,27 @@ class _Worker:
         version = i.version + self.version_shift
         params = held.versions[version]
         arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        (gradient, held.accumulators, held.layer_state), self.done = self.calls["forward_backward"](*arguments)
+        (gradient, held.accumulators, held.layer_state), self.done = self.of(k).calls["forward_backward"](*arguments)
         self.keep_gradient(k, gradient)
         self.after_backward(k)
 
     def backward_input(self, i: BackwardInput) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
-        kept, saved, message = self.take_residuals(k)
+        (kept, saved, message), stage = self.take_residuals(k), self.of(k)
         version = i.version + self.version_shift
-        (gradient, stash), self.done = self.calls["backward_input"](
+        (gradient, stash), self.done = stage.calls["backward_input"](
             held.versions[version], kept, saved, message, self.rng(k), held.scale(version)
         )
-        held.buffers["stash", k] = self.functions.rest(kept, saved, message), stash
+        held.buffers["stash", k] = stage.functions.rest(kept, saved, message), stash
         self.keep_gradient(k, gradient)
 
     def forward_backward_input(self, i: ForwardBackwardInput) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
-        x, labels = held.take_inputs(k)
+        x, labels, stage = *held.take_inputs(k), self.of(k)
         version, before = i.version + self.version_shift, held.layer_state
         arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
-        (gradient, held.layer_state, made), self.done = self.calls["forward_backward_input"](*arguments)
-        held.buffers["stash", k] = self.functions.stash_of((before, x, labels), held.layer_state, made)
+        (gradient, held.layer_state, made), self.done = stage.calls["forward_backward_input"](*arguments)
+        held.buffers["stash", k] = stage.functions.stash_of((before, x, labels), held.layer_state, made)
         self.keep_gradient(k, gradient)
 
     def backward_weight(self, i: BackwardWeight) -> None:
@@ -259,7 +279,7 @@ class _Worker:
         rest, stash = held.buffers.pop(("stash", k))
         version = i.version + self.version_shift
         params = held.versions[version]
-        held.accumulators, self.done = self.calls["backward_weight"](
+        held.accumulators, self.done = self.of(k).calls["backward_weight"](
             params, rest, stash, self.taken_accumulators(params), self.rng(k), held.scale(version)
         )
         self.after_backward(k)
@@ -338,7 +358,7 @@ class _Worker:
             held.squares = squares
 
     def send(self, i: Send) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
+        held, k, bucket = self.held, i.microbatch + self.microbatch_shift, 0
         tree: Tree
         match i.message:
             case "norm":
@@ -351,12 +371,12 @@ class _Worker:
                 assert self.compiled.share is not None
                 tree = self.compiled.share.given(held.versions[k // self.plan.microbatches + 1])
             case message:
-                tree = held.buffers.pop(("output" if message == "activation" else "gradient", k))
-        self.transport.send(i, k, tree)
+                tree, bucket = held.buffers.pop(("output" if message == "activation" else "gradient", k)), self.bucket(k)
+        self.transport.send(i, k, tree, bucket)
 
     def receive(self, i: Receive) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
-        tree = self.transport.receive(i, k)
+        tree = self.transport.receive(i, k, self.bucket(k) if i.message in ("activation", "gradient") else 0)
         match i.message:
             case "norm" | "squares":
                 held.buffers[i.message, k // self.plan.microbatches] = tree
@@ -419,7 +439,7 @@ class _Worker:
     def evaluate(self, i: Evaluate) -> None:
         held, k = self.held, i.microbatch
         x, labels = held.take_inputs(k)
-        y = self.calls["evaluate"](held.versions[i.version], held.layer_state, x, labels)
+        y = self.of(k).calls["evaluate"](held.versions[i.version], held.layer_state, x, labels)
         if self.functions.last:
             self.found.evaluations[k] = y
         else:

@@ -93,6 +93,8 @@ class State:
         start: the batch before which the pipeline was last empty.
         averaged: False while replicas have layer state that is averaged when it is read.
         made_by: the fingerprint of the pipeline that made it; other pipelines refuse the state.
+        buckets: which of the shapes of the pipeline the last batches had, the newest last, as far back as any is in flight; none where
+            there is one shape.
     """
 
     workers: tuple[WorkerState, ...]
@@ -100,6 +102,7 @@ class State:
     start: int = field(metadata={"static": True})
     averaged: bool = field(metadata={"static": True}, default=True)
     made_by: Fingerprint = field(metadata={"static": True}, default=())
+    buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
         return f"State({self._facts()})"
@@ -114,13 +117,13 @@ class State:
         return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
 
 
-def fingerprint(plan: Plan, places: Sequence[Place], spec: Batch, functions: Sequence[StageFunctions]) -> Fingerprint:
+def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], functions: Sequence[StageFunctions]) -> Fingerprint:
     """Everything that determines the content of a state, by name.
 
     Args:
         plan: the plan of the pipeline.
         places: where each worker computes.
-        spec: shapes and dtypes of a microbatch.
+        specs: shapes and dtypes of a microbatch, of each bucket.
         functions: the functions of each stage.
     """
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
@@ -135,8 +138,8 @@ def fingerprint(plan: Plan, places: Sequence[Place], spec: Batch, functions: Seq
         ("updates", "with the global norm" if functions[0].global_norm else "without the global norm"),
         ("devices", ", ".join(str(device) for place in places for device in place.devices)),
         ("meshes", ", ".join(f"{dict(stage.mesh)}{' fsdp' * stage.fsdp}" for stage in plan.stages)),
-        ("microbatch", describe(spec)),
-        ("microbatch in full", _shapes(spec)),
+        ("microbatch", " or ".join(map(describe, specs))),
+        ("microbatch in full", _shapes(specs)),
         ("precision", str(functions[0].precision)),
         ("weights and layer state", _shapes(weights)),
         ("optimizer state", _shapes(optimizer)),

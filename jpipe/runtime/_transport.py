@@ -21,6 +21,7 @@ from jpipe.stages._arrays import shardings_of
 
 Tree = Any
 Devices = tuple[jax.Device, ...]
+_Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiver, its name, its bucket
 
 
 class Sent(NamedTuple):
@@ -28,11 +29,13 @@ class Sent(NamedTuple):
 
     Attributes:
         send: one of the sends of it.
+        bucket: of the batches that it is about; 0 if it is the same for all of them.
         leaving: specs of what it moves, with their shardings at the sender.
         arriving: the same with those at the receiver.
     """
 
     send: Send
+    bucket: int
     leaving: Tree
     arriving: Tree
 
@@ -74,9 +77,9 @@ class Transport:
         self._local = frozenset(w for w, place in enumerate(places) if place.process_index == own)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
-        self._routes: dict[tuple[int, int, str], Route] = {}  # by sender, receiver, message: to and from other processes, to other shards
-        self._arriving: dict[tuple[int, int, str], Tree] = {}  # specs of messages, likewise
-        self._targets: dict[tuple[int, int, str], Any] = {}  # of messages in this process: a device or shardings, None: they stay
+        self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
+        self._arriving: dict[_Key, Tree] = {}  # specs of messages
+        self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
@@ -92,8 +95,8 @@ class Transport:
         """
         for (w, name), shardings in loads.items():
             self._loads[w, name] = shardings if self._places[w].mesh else self._places[w].first
-        for send, leaving, arriving in sends:
-            source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message)
+        for send, bucket, leaving, arriving in sends:
+            source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message, bucket)
             self._arriving[key] = arriving
             self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
             if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
@@ -142,10 +145,10 @@ class Transport:
         Transport.calls += 1
         return jax.device_put(data, self._loads[worker, name])
 
-    def send(self, i: Send, k: int, tree: Tree) -> None:
-        """Start moving a message about microbatch `k` to the worker `i.to`."""
+    def send(self, i: Send, k: int, tree: Tree, bucket: int = 0) -> None:
+        """Start moving a message about microbatch `k`, which is of a bucket, to the worker `i.to`."""
         Transport.calls += 1
-        key = i.worker, i.to, i.message
+        key = i.worker, i.to, i.message, bucket
         if i.to in self._local:
             target = self._targets[key]
             if key in self._routes:
@@ -161,12 +164,12 @@ class Transport:
         for pair, pieces in self._routes[key].cut(tree).items():
             self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
 
-    def receive(self, i: Receive, k: int) -> Tree:
+    def receive(self, i: Receive, k: int, bucket: int = 0) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
         Transport.calls += 1
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
-        key = i.source, i.worker, i.message
+        key = i.source, i.worker, i.message, bucket
         route, words, on = self._routes[key], _Words(i, k), (self._places[i.source].process_index,)
         calls = {pair: partial(self._link(pair).receive, spec) for pair, spec in route.specs.items()}
         return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])

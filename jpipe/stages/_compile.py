@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -129,11 +130,20 @@ class CompiledStage:
 
 
 def compile_workers(
-    workers: Mapping[int, tuple[StageFunctions, Place, Share | None]], programs: Iterable[Program], counts: Sequence[int]
+    workers: Mapping[int, tuple[StageFunctions, Place, Share | None]],
+    programs: Iterable[Program],
+    counts: Sequence[int],
+    like: Mapping[int, CompiledStage] | None = None,
 ) -> dict[int, CompiledStage]:
     """Compile the calls that the programs need for each of these workers, and its evaluation; replicas in one place share them.
 
-    Calls are traced one after the other and compiled in parallel. `counts` are the numbers of entries that each stage counts in the norm.
+    Calls are traced one after the other and compiled in parallel.
+
+    Args:
+        workers: functions, place and share of each.
+        programs: what will run.
+        counts: the numbers of entries that each stage counts in the norm.
+        like: the same workers compiled for microbatches of other shapes. What does not depend on these is taken from there.
     """
     keys = {w: (f.stage.layers, place, share) for w, (f, place, share) in workers.items()}
     of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}
@@ -141,11 +151,13 @@ def compile_workers(
     for w, (f, _, _) in workers.items():
         averages, scales = f.averages_when_read, f.scale_spec is not None
         always = {"evaluate", *(("add_state", "mean_state") if averages else ()), *(("next_scale",) if scales else ())}
-        used[_for_all(keys[w])].update(always)
+        used[_for_all(keys[w])].update(always if like is None else {"evaluate"})
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
+                    if like is not None and name not in _COMPUTATIONS:
+                        continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
     stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
@@ -155,7 +167,9 @@ def compile_workers(
         for key in dict.fromkeys(keys.values())
         for _, place, share in (key,)
     }
-    return {w: found[key] for w, key in keys.items()}
+    if like is None:
+        return {w: found[key] for w, key in keys.items()}
+    return {w: replace(found[key], calls=like[w].calls | found[key].calls) for w, key in keys.items()}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
@@ -281,7 +295,7 @@ def compile_initializers(
         lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, place.first)
         name_of[layer_id, place] = lowered.as_text(), place.first
         shared.setdefault(name_of[layer_id, place], lowered)
-    compiled = dict(zip(shared, _compile_side_by_side(list(shared.values())), strict=True))
+    compiled = dict(zip(shared, _compile_side_by_side(list(shared.values()), _RUN_ONCE), strict=True))
     return {place: compiled[name] for place, name in name_of.items()}
 
 
@@ -298,9 +312,18 @@ def compile_start(functions: StageFunctions, place: Place, share: Share | None) 
     return start
 
 
-def _compile_side_by_side(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+_RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimization_level": "1"})
+"""For programs that run once: they are compiled in half the time, and give the same bits."""
+
+
+def _compile_side_by_side(
+    lowered: Sequence[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
+) -> list[jax.stages.Compiled]:
+    # Not where XLA optimizes by other means, or is told to do even less.
+    is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
+    chosen = dict(options) if options and is_usual else None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        return list(pool.map(lambda call: call.compile(), lowered))
+        return list(pool.map(lambda call: call.compile(chosen), lowered))
 
 
 def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tree]]:

@@ -30,6 +30,7 @@ def find_candidates(
     schedules: Sequence[str] | None = None,
     pipedream: Updates = "batch",
     meshes: Sequence[Degrees] = (NO_MESH,),
+    replicas: bool = True,
 ) -> list[Candidate]:
     """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
@@ -46,19 +47,21 @@ def find_candidates(
             "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
             exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
         meshes: the meshes to try, each in place of a device; of `planner.profile.sharded.possible_degrees`, or others.
+        replicas: whether stages may have some. Without them plans with fewer stages than devices leave the others idle.
     """
     schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
         schedules = tuple(name for name in schedules if not cannot_share(name))
     views, found = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
-        own = sweep(*views.of(degrees), batch, exact=exact, schedules=schedules)
+        own = sweep(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
         if SCHEDULE.name in schedules:
             own += _pipedream(*views.of(degrees), batch, exact, pipedream)
         found += own if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in own]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
     alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
-    return [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
+    kept = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
+    return kept if replicas else [candidate for candidate in kept if max(candidate.replicas) == 1]
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:

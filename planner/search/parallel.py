@@ -42,8 +42,11 @@ def sweep(
     exact: bool = False,
     schedules: Sequence[str] | None = None,
     price: Literal["closed form", "paper"] = "closed form",
+    replicas: bool = True,
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
+
+    Without replicas: all plans of one pipeline, on any number of the devices.
 
     Each depth has the cut that balances compute best or, if that does not fit, the best balanced cut that fits. Each stage has the
     cheapest recomputation that fits.
@@ -55,13 +58,15 @@ def sweep(
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
+        replicas: whether stages may have some.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
     run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
-    found = [candidate for width, depth in run.full() for candidate in run.candidates(width, depth)]
-    if all(candidate.over for candidate in found):
+    shapes = run.full() if replicas else run.single()
+    found = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
+    if replicas and all(candidate.over for candidate in found):
         for width, depth in run.smaller():
             fewer = list(run.candidates(width, depth))
             found += fewer
@@ -139,6 +144,10 @@ class _Sweep:
         """(w, d) with all devices."""
         count = self.topology.num_devices
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
+
+    def single(self) -> Iterator[tuple[int, int]]:
+        """(1, d) for all depths."""
+        return ((1, depth) for depth in range(1, min(len(self.profile.ids), self.topology.num_devices) + 1))
 
     def smaller(self) -> Iterator[tuple[int, int]]:
         """For each depth that leaves devices idle, deepest first, the largest number of pipelines."""

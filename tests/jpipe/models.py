@@ -84,6 +84,51 @@ def wide_stack(tied: bool = False) -> LayerStack:
     return LayerStack(named, ties=[Tie(("noise", "w"), ("out", "w"))] if tied else ())
 
 
+def recurrent() -> Layer:
+    """A small recurrent layer over the second dim, with dropout; it gives all its states."""
+
+    def init(key, x):
+        return {name: jax.random.normal(k, (WIDTH, WIDTH), x.dtype) for name, k in zip("wu", jax.random.split(key), strict=True)}, {}
+
+    def apply(params, state, x, key, train):
+        if key is not None:
+            x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+        def step(h, now):
+            h = jnp.tanh(now @ params["w"] + h @ params["u"])
+            return h, h
+
+        _, states = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
+        return states.swapaxes(0, 1), state
+
+    return Layer(init, apply, stochastic=True)
+
+
+def mean_of_positions(x):
+    """The mean over the second dim."""
+    return x.mean(1)
+
+
+@functools.cache
+def sequence_stack() -> LayerStack:
+    """Two recurrent layers and two for each sequence as a whole: for inputs of any length."""
+    return LayerStack({"first": recurrent(), "second": recurrent(), "mean": mean_of_positions, "out": tracking()})
+
+
+LENGTHS = (4, 2, 2, 5, 4, 5, 2, 4)
+"""Of the sequences of batches that follow each other: neighbours alike and unlike, and some that come again only later."""
+
+
+def sequences(count: int, microbatches: int, *, dtype=np.float32) -> list:
+    """Batches for `masked_squares` whose inputs have `LENGTHS`."""
+    rng = np.random.default_rng(5)
+    batches = masked_batches(count, microbatches, dtype=dtype)
+    return [
+        (rng.normal(size=(len(x), length, WIDTH)).astype(dtype), labels)
+        for (x, labels), length in zip(batches, LENGTHS[:count], strict=True)
+    ]
+
+
 def masked_squares(y, labels):
     """Squared errors of the rows that the mask keeps; the mask may hold any weight."""
     return (((y - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0], [1, 0]],
             "tied": True,
         },
+        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
     },
     "2, others": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
@@ -119,7 +120,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
-INLINE = ("2bw", "round_robin", "unlike", "shared optimizer")
+INLINE = ("2bw", "round_robin", "unlike", "shared optimizer", "lengths")
 """Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
@@ -133,12 +134,14 @@ def pipeline(fields: dict):
     clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
     tied, wide = fields.pop("tied", False), "mesh" in fields
+    lengths = fields.pop("lengths", False)
     stack = models.wide_stack(tied) if wide else models.tied_stack() if tied else models.rich_stack()
+    stack = models.sequence_stack() if lengths else stack
     plan = Plan.even(stack.ids, **fields)
     sizes = {"rows": 4, "width": 4} if wide else {}
     options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
-    return pipe, models.masked_batches(BATCHES, plan.microbatches, **sizes)
+    return pipe, models.sequences(BATCHES, plan.microbatches) if lengths else models.masked_batches(BATCHES, plan.microbatches, **sizes)
 
 
 def train(fields: dict) -> dict[str, np.ndarray]:
@@ -146,12 +149,12 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     import jax
 
     pipe, batches = pipeline(dict(fields))
-    state, found = pipe.init(jax.random.key(7), batches[0]), {}
+    state, found = pipe.init(jax.random.key(7), batches[0], buckets=batches), {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
         found |= numbers_of(metrics)
         if t == 2:
-            found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[0]).items()}
+            found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
             if pipe.ema_decay is not None:
                 found["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
     state, metrics = pipe.drain(state, with_metrics=True)

@@ -48,7 +48,7 @@ def build(
             batches = (load or data.load)(config)
         for remark in batches.remarks:
             reporter.say(remark)
-        params = stack.ties.without_seconds(param_specs(stack, plan, batches.train[0]))
+        params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
         rule = optimizer(config.optimizer, config.train.steps, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
         pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
@@ -64,7 +64,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     Raises:
         jpipe.InputError: any of these.
     """
-    batch = batches.train[0]
+    batch = batches.like
     with named_as_in_the_config(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}

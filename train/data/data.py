@@ -50,6 +50,7 @@ class Data:
         digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
         remarks: what was left out, in words.
         vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
+        shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
     """
 
     train: Batches
@@ -59,6 +60,12 @@ class Data:
     digest: Callable[[], str]
     remarks: tuple[str, ...] = ()
     vocab_size: int | None = None
+    shapes: tuple[Batch, ...] = ()
+
+    @property
+    def like(self) -> Batch:
+        """A batch, of which only shapes and dtypes are used; the largest where they differ."""
+        return self.shapes[0] if self.shapes else self.train[0]
 
 
 def load(config: Config) -> Data:

@@ -5,6 +5,7 @@ Reference: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transfo
 The letters in the shapes: b rows, s positions, w width, v symbols.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ class Embed(nnx.Module):
         self.config = config
         init = nnx.initializers.normal(transformer.STD)
         self.token = transformer.table(config.vocab_size, config, init, rngs, "vocab")
-        position = transformer.waves if config.init == "scaled" else init
+        position = partial(transformer.waves, transformer.STD) if config.init == "scaled" else init
         self.position = transformer.table(config.max_positions_used, config, position, rngs)
         self.type = transformer.table(2, config, init, rngs)
         self.norm = transformer.norm(config, rngs)

@@ -31,10 +31,11 @@ class Embed(nnx.Module):
         is_scaled = config.init == "scaled"
         # Of order one, as are the blocks' outputs: much smaller ones make gradients that a delayed update (2BW, PipeDream) overshoots with.
         # Where they also make the logits, these would be too large.
-        token = nnx.initializers.normal(1.0 if is_scaled and not config.tied else STD)
+        size = 1.0 if is_scaled and not config.tied else STD
+        token = nnx.initializers.normal(size)
         self.token = table(config.vocab_size, config, token, rngs, "vocab")
         if config.positions == "learned":
-            position = waves if is_scaled else nnx.initializers.normal(STD)
+            position = partial(waves, size) if is_scaled else nnx.initializers.normal(STD)
             self.position = table(config.max_positions_used, config, position, rngs)
         self.dropout = dropout(config, rngs)
 
@@ -230,8 +231,10 @@ def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b
     return jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
 
 
-def waves(key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
-    """Positions start as half-size sines and cosines (the transformer's first encoding): "the byte before" is then soon learned."""
+def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
+    """Positions start as sines and cosines (the transformer's first encoding), half as large as the vectors of symbols, whose deviation is
+    `size`: "the byte before" is then soon learned. Larger ones would drown the symbols.
+    """
     count, width = shape
     angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)
-    return jnp.asarray(0.5 * np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width], dtype)
+    return jnp.asarray(0.5 * size * np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width], dtype)

@@ -115,7 +115,7 @@ class Parts:
         stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
         loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
-            batch = jax.tree.map(_spec, data.unread(config).train[0])
+            batch = jax.tree.map(_spec, data.unread(config).like)
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
@@ -242,12 +242,13 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     exact = not request.up_to
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
     how = request.pipedream or "batch"
-    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=how, meshes=meshes)
+    replicas = request.replicas
+    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=how, meshes=meshes, replicas=replicas)
     best = min(found, key=lambda candidate: candidate.rank).degrees if found else meshes[0]
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
     variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
     found += list(variants.simulated)
-    if not request.replicas:
+    if not replicas:
         found = [candidate for candidate in found if max(candidate.replicas) == 1]
         reporter.say("left out: replicas, because layers carry their state from batch to batch")
     if why_one_stage:
@@ -258,18 +259,35 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     used = [candidate for candidate in found if candidate.devices == topology.num_devices or not request.all_devices]
     candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        asked = f" with {' or '.join(schedules)}" if request.schedules else ""
-        limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
-        raise InputError(
-            f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {', '.join(map(str, profile.sizes))} rows on "
-            f"{count(topology.num_devices, 'device')}; allow other {'schedules, ' if asked else ''}batches or numbers of devices"
-        )
+        raise _none_found(profile, topology, batch, request, found, used)
     if len(candidates) < len(used):
         many = count(len(used) - len(candidates), "candidate")
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
     return Found(choice, tuple(candidates), known, variants.left_out)
+
+
+def _none_found(
+    profile: Profile, topology: Topology, batch: int, request: Request, found: list[Candidate], used: list[Candidate]
+) -> InputError:
+    """What is said where no plan is left: of those that were found, of those that use as many devices as they must."""
+    asked = f" with {' or '.join(request.schedules)}" if request.schedules else ""
+    devices, others = count(topology.num_devices, "device"), "schedules, " if asked else ""
+    if found and not used:
+        most = max(candidate.devices for candidate in found)
+        why, change = "", f" devices, or allow other {others}batches"
+        if not request.replicas:
+            layers = count(len(profile.layers), "layer")
+            why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most as many stages"
+            change = " devices, or a model of more layers"
+        return InputError(f"plan: no plan{asked} has a batch of {batch} rows on all of {devices}, only on {most}{why}; use {most}{change}")
+    limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
+    sizes = ", ".join(map(str, profile.sizes))
+    return InputError(
+        f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
+        f"allow other {others}batches or numbers of devices"
+    )
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:

@@ -117,7 +117,7 @@ def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.programs.Sta
     """The plan of a config, and what its stages hold and move: exact, from shapes alone."""
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
     pipe, batches = build(config, silent, load=data.unread)
-    return pipe.plan, pipe.costs(batches.train[0])
+    return pipe.plan, pipe.costs(batches.like)
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:

@@ -23,6 +23,7 @@ from train.console.progress import Reporter
 from train.console.terminal import count
 from train.data import data
 from train.data.rows import AllRows, BatchesOfRows, like_a_batch
+from train.data.targets.buckets import AllBatches, HeldOutBatches
 from train.launch.together import facts, joined
 from train.report.metrics_log import RunStopped, mean_of, means_of
 from train.run.loop import reason
@@ -160,8 +161,11 @@ def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
         return replace(found, train=[like_a_batch(rows)] if isinstance(rows, BatchesOfRows) else rows)
 
     pipe, batches = build(config, reporter, load=load)
-    if isinstance(batches.validation, BatchesOfRows):
-        batches = replace(batches, validation=AllRows(batches.validation, config.train.batch_size // pipe.plan.microbatches))
+    rows, each = batches.validation, config.train.batch_size // pipe.plan.microbatches
+    if isinstance(rows, BatchesOfRows):
+        batches = replace(batches, validation=AllRows(rows, each))
+    if isinstance(rows, HeldOutBatches):
+        batches = replace(batches, validation=AllBatches(rows, each))
     return pipe, check(config, pipe, batches), _parts(config, request, batches.validation)
 
 
@@ -180,12 +184,12 @@ class _Parts:
     there: int
 
 
-def _parts(config: Config, request: Request, everything: data.Batches | AllRows) -> _Parts:
+def _parts(config: Config, request: Request, everything: data.Batches | AllRows | AllBatches) -> _Parts:
     """The whole batches that are asked for; if these are all and more, the rows that are left after them, too."""
     rows = [config.train.batch_size] * len(everything)
     copies = [1] * len(everything)
     whole = len(everything)
-    if isinstance(everything, AllRows):
+    if isinstance(everything, AllRows | AllBatches):
         whole = len(everything.batches)
         rows, copies = ([of(i) for i in range(len(everything))] for of in (everything.rows_of, everything.copies_of))
     number = len(everything) if request.batches is None or request.batches > whole else request.batches

@@ -134,8 +134,8 @@ def run(
             state = begin(config, pipe, batches, together, resumed, given)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
-            sizes = pipe.costs(batches.train[0], compiled_for=jax.local_devices()[0] if here else None)
-            stages = [] if folder is None else stages_of(pipe, batches.train[0])
+            sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
+            stages = [] if folder is None else stages_of(pipe, batches.like)
         tell_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed))
@@ -143,7 +143,8 @@ def run(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
-        utilization = None if folder is None else mfu.find(pipe, batches.train[0])
+        # FLOPs of a step differ from batch to batch where shapes do.
+        utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
         log = MetricsLog(config, folder, others, reporter, measure, together, history, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe.plan)

@@ -45,7 +45,7 @@ def starting_params(
         return None
     from train.checkpoint import warm_start
 
-    return warm_start.load(config.warm_start, pipe, batches.train[0], together, reporter.say)
+    return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say)
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
@@ -117,9 +117,9 @@ def begin(
     """
     key = jax.random.key(config.seed)
     if resumed is None:
-        return pipe.init(key, batches.train[0], given)
+        return pipe.init(key, batches.like, given, buckets=batches.shapes)
     resumed.check_precision(config)
     fresh = config.resume.optimizer == "reset"
-    together.run_on_all(lambda: pipe.check_layers(batches.train[0], resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
+    together.run_on_all(lambda: pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
     layers = together.run_on_all(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them
-    return pipe.restore(key, batches.train[0], layers, resumed.step, fresh_optimizer=fresh)
+    return pipe.restore(key, batches.like, layers, resumed.step, fresh_optimizer=fresh, buckets=batches.shapes)

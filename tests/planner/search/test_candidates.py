@@ -76,6 +76,13 @@ def test_the_best_of_pipedreams_is_found_with_the_time_that_its_cores_take():
     assert (alone.bound, shared.bound) == ("stage 0 computes", "the cores")
 
 
+def test_without_replicas_there_is_one_pipeline_of_any_depth():
+    found = find_candidates(blocks(), machines(7), 8, exact=False, replicas=False)
+    assert {max(candidate.replicas) for candidate in found} == {1}
+    assert {candidate.depth for candidate in found} == set(range(1, len(blocks().ids) + 1))
+    assert any(max(candidate.replicas) > 1 for candidate in find_candidates(blocks(), machines(7), 8, exact=False))
+
+
 def meshes_of(weights: int, memory: float | None = None):
     """Four equal blocks that can be sharded, and two servers of four devices whose links between them are slow."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 100.0, "reductions": 2, "divides": 4}

@@ -9,6 +9,7 @@ from train.config.targets.sequence_config import TranslationData
 from train.data import data
 from train.data.samples import make
 from train.data.targets import translation
+from train.data.targets.buckets import AllBatches
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +113,89 @@ def test_spoiled_files_are_named(folder, spoil, message):
 def test_a_vocabulary_larger_than_the_embedding_is_refused(folder):
     with pytest.raises(InputError, match=r"model\.arguments\.vocab_size: expected at least \d+, for the words of .*, found 100; raise it"):
         data.load(config(folder, model={"vocab_size": 100}))
+
+
+@pytest.fixture
+def uneven(sample, tmp_path):
+    """As many pairs of three lengths as make odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, 9 longer; each has its number."""
+    words = [line.split()[0] for line in (sample / "train.source").read_text(encoding="utf-8").splitlines()]
+    for part in ("train", "validation"):
+        for name in ("source", "target"):
+            lengths = [2] * 7 + [4] * 5 + [7] * 9
+            write(tmp_path, f"{part}.{name}", [" ".join([words[0]] * n) for n in lengths])
+    (tmp_path / "tokenizer.json").write_text((sample / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8")
+    return tmp_path
+
+
+def sizes(labels):
+    """Tokens of each sentence, its end included."""
+    return (labels >= 0).sum(1).tolist()
+
+
+def test_pairs_of_like_length_share_batches_of_their_length(uneven):
+    found = data.load(config(uneven, buckets=[4, 6], target_length=10))
+    read = []
+    for t in range(21):  # four epochs: as many batches as 4 times 21 rows fill
+        inputs, labels = rows(found.train, t)
+        assert inputs["source"].shape == inputs["target"].shape == labels.shape
+        longest = labels.shape[1]
+        assert all({4: 0, 6: 4, 10: 6}[longest] < size <= longest for size in sizes(labels))
+        assert inputs["source_length"].tolist() == sizes(labels)
+        read += sizes(labels)
+    assert sorted(read) == sorted(([3] * 7 + [5] * 5 + [8] * 9) * 4), "each pair once per epoch"
+    assert {tuple(leaf.shape for leaf in rows_of(shape)) for shape in found.shapes} == {
+        tuple(leaf.shape for leaf in rows_of(found.train[t])) for t in range(21)
+    }
+    assert found.like[1].shape == (4, 10), "the largest shape comes first"
+
+
+def rows_of(batch):
+    return *batch[0].values(), batch[1]
+
+
+def test_batches_of_buckets_can_be_read_in_any_order_and_are_mixed(uneven):
+    one, again = (data.load(config(uneven, buckets=[4, 6])) for _ in range(2))
+    order = [one.train[t][1].shape[1] for t in range(40)]
+    assert [again.train[t][1].shape[1] for t in reversed(range(40))] == order[::-1]
+    assert len(set(order[:5])) > 1, "an epoch does not go through one bucket after the other"
+    assert len({tuple(order[start : start + 5]) for start in range(0, 40, 5)}) > 1, "epochs have orders of their own"
+    for t in (39, 3):
+        np.testing.assert_array_equal(rows(one.train, t)[1], rows(again.train, t)[1])
+
+
+def test_one_bucket_gives_what_none_gives(folder):
+    plain, bucketed = (data.load(config(folder, buckets=buckets)) for buckets in ([], [2]))
+    assert plain.shapes == bucketed.shapes == (), "nothing is so short"
+    for t in range(5):
+        np.testing.assert_array_equal(rows(plain.train, t)[1], rows(bucketed.train, t)[1])
+
+
+def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
+    write(uneven, "validation.source", ["das"] * 8)
+    write(uneven, "validation.target", ["das"] * 8)
+    found = data.load(config(uneven, buckets=[2, 4, 6]))
+    assert len(found.shapes) == 4
+    assert {found.train[t][1].shape[1] for t in range(40)} == {4, 6, 9}
+    assert [found.validation[i][1].shape[1] for i in range(len(found.validation))] == [2, 2]
+    for name in ("source", "target"):
+        write(uneven, f"validation.{name}", ["das"] * 2 + ["das das das"] * 2)
+    with pytest.raises(InputError, match=r"expected at least train\.batch_size 4 rows for validation, found 2 in any bucket of"):
+        data.load(config(uneven, buckets=[2, 5]))
+
+
+def test_all_rows_for_validation_are_there_once(uneven):
+    found = data.load(config(uneven, buckets=[4, 6]))
+    everything, counted = AllBatches(found.validation, 2), []
+    assert len(found.validation) == 4
+    for i in range(len(everything)):
+        read = sizes(rows(everything, i)[1])
+        assert len(read) == everything.rows_of(i) * everything.copies_of(i)
+        counted += read[:: everything.copies_of(i)]
+    assert sorted(counted) == sorted([3] * 7 + [5] * 5 + [8] * 9)
+    assert sum(map(everything.rows_of, range(len(everything)))) == 21
+
+
+@pytest.mark.parametrize("buckets", [[6, 4], [4, 4], [4, 10], [12]])
+def test_buckets_that_do_not_grow_are_refused(folder, buckets):
+    with pytest.raises(ValueError, match=r"expected lengths that grow, below 10 \(the larger of source_length and target_length\)"):
+        config(folder, buckets=buckets)

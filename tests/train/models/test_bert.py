@@ -7,6 +7,8 @@ import pytest
 
 import jpipe
 from tests.train.models.running import applied, params_of, trained
+from train.assemble.model import metrics
+from train.config.config import EvalConfig
 from train.config.model_config import ModelConfig
 from train.models.cross_entropy import Unprojected, correct, loss
 from train.models.layers import layers
@@ -40,6 +42,15 @@ def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
     np.testing.assert_allclose(total / weight, -masked[np.asarray(labels["tokens"]) >= 0].mean() - following.mean(), rtol=1e-6)
     hits, count = correct(outputs, labels)
     assert (int(hits), int(count)) == (int((np.asarray(logits).argmax(-1) == np.asarray(labels["tokens"])).sum()), 12)
+
+
+def test_accuracy_counts_masked_tokens_only():
+    """Neither tokens without a label nor the labels of pairs count, all of which are guessed right here."""
+    guessed = jnp.asarray([[3, 1, 5, 7], [2, 2, 0, 4]])
+    labels = {"tokens": jnp.asarray([[-1, 1, 6, -1], [-1, -1, 0, -1]]), "next": jnp.asarray([0, 1])}
+    outputs = {"tokens": jax.nn.one_hot(guessed, 8), "next": jax.nn.one_hot(labels["next"], 2)}
+    accuracy = metrics(EvalConfig(metrics={"accuracy": "accuracy"}))["accuracy"]
+    assert tuple(map(int, accuracy(outputs, labels))) == (2, 3)
 
 
 def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_padding():

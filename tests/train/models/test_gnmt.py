@@ -1,13 +1,18 @@
 """GNMT against a plain computation in NumPy, its number of parameters, and what it may not see."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from tests.train.models.running import params_of
 from tests.train.models.test_recurrent import plain_lstm
+from train import cli
 from train.config.targets.sequence_config import Gnmt
+from train.data.samples import make
 from train.models.gnmt import Attention, layers
 
 SMALL = Gnmt(vocab_size=13, depth=6, width=4, dropout=0.0)
@@ -150,3 +155,42 @@ def test_dropout_is_between_layers_in_training_only():
     assert (run(0, True) != run(1, True)).any()
     np.testing.assert_array_equal(run(0, True), run(0, True))
     np.testing.assert_array_equal(run(0, False), run(1, False))
+
+
+@pytest.mark.slow
+def test_a_run_with_buckets_goes_on_as_if_it_had_not_ended(tmp_path, capsys):
+    """Batches of three lengths are in flight at a time; all rows are evaluated, those too that fill no batch."""
+    make.SAMPLES["translation"](tmp_path, 0)
+    for part, count in (("train", 60), ("validation", 19)):
+        for name in ("source", "target"):
+            lines = (tmp_path / f"{part}.{name}").read_text(encoding="utf-8").splitlines()[:count]
+            cut = [" ".join(line.split()[: 2 + i % 5]) for i, line in enumerate(lines)]
+            (tmp_path / f"{part}.{name}").write_text("\n".join(cut) + "\n", encoding="utf-8")
+    config = {
+        "data": {
+            "target": "translation",
+            "arguments": {"folder": str(tmp_path), "source_length": 10, "target_length": 10, "buckets": [4, 6]},
+        },
+        "model": {"target": "gnmt", "arguments": {"vocab_size": 512, "depth": 4, "width": 8}},
+        "train": {"steps": 8, "batch_size": 4, "eval_every": 4, "eval_batches": 3, "trace_batches": 0},
+        "plan": {"schedule": "pipedream", "num_stages": 2, "microbatches": 1},
+        "checkpoint": {"every": 4},
+        "log": [],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert cli.main(["train", str(tmp_path / "config.yaml"), "--set", f"run.dir={tmp_path / 'whole'}"]) == 0
+    options = ["--set", f"run.dir={tmp_path / 'part'}"]
+    assert cli.main(["train", str(tmp_path / "config.yaml"), *options, "--set", "train.steps=4"]) == 0
+    assert cli.main(["train", str(tmp_path / "config.yaml"), *options, "--resume", "must"]) == 0
+    whole, part = (losses(tmp_path / name / "metrics.jsonl") for name in ("whole", "part"))
+    assert sorted(whole) == list(range(8))
+    assert part == whole
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "whole")]) == 0
+    assert "19 rows" in capsys.readouterr().out
+
+
+def losses(file):
+    """By step."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}

@@ -47,6 +47,26 @@ def test_layers_have_the_names_of_the_papers():
     assert stack_of("inception_v3").ids == ("conv_1a", "conv_2a", "conv_2b", "conv_3b", "conv_4a", *mixed, "fc")
 
 
+def test_batch_norm_follows_each_convolution_of_vgg16():
+    plain, normed = (specs_of("vgg16", 32, width=0.03, classes=7, batch_norm=choice) for choice in (False, True))
+    assert {layer_id: spec.output for layer_id, spec in plain.items()} == {layer_id: spec.output for layer_id, spec in normed.items()}
+    assert {layer_id for layer_id, spec in normed.items() if "norm" in spec.params} == {name for name in normed if name.startswith("conv")}
+    assert not any("norm" in spec.params for spec in plain.values())
+
+
+def test_fewer_blocks_are_the_first_of_each_group():
+    assert stack_of("resnet50", blocks=[1, 2, 1, 1]).ids == ("conv1", "block1_1", "block2_1", "block2_2", "block3_1", "block4_1", "fc")
+    mixed = [f"mixed_{name}" for name in ("5b", "6a", "6b", "6c", "7a", "7b")]
+    assert stack_of("inception_v3", blocks=[1, 2, 1]).ids[5:] == (*mixed, "fc")
+    assert stack_of("inception_v3", blocks=[3, 4, 2]).ids == stack_of("inception_v3").ids
+
+
+@pytest.mark.parametrize("target", ["resnet50", pytest.param("inception_v3", marks=LATE)])
+def test_fewer_blocks_fit_each_other(target):
+    specs = specs_of(target, 75, width=0.03, classes=7, blocks=[1, 1, 1, 1] if target == "resnet50" else [1, 1, 1])
+    assert specs["fc"].output.shape == (1, 7)
+
+
 @pytest.mark.parametrize(("target", "size"), SMALLEST)
 def test_the_smallest_image_leaves_one_pixel_and_a_smaller_one_is_refused(target, size):
     specs = specs_of(target, size, width=0.03, classes=7)
@@ -133,6 +153,12 @@ def test_alexnet_is_convolutions_and_dense_layers():
         ({"model": {"target": "resnet50", "arguments": {"dropout": 0.5}}}, "arguments: 'resnet50' has no 'dropout'"),
         ({"model": {"target": "alexnet", "arguments": {"classes": 1}}}, "arguments: classes: "),
         ({"model": {"target": "alexnet", "arguments": {"width": 0.0}}}, "arguments: width: "),
+        (
+            {"model": {"target": "resnet50", "arguments": {"blocks": [1, 0, 1, 1]}}},
+            "arguments: blocks: expected 4 numbers of blocks: 1 to 64",
+        ),
+        ({"model": {"target": "resnet50", "arguments": {"blocks": [1, 1]}}}, "arguments: blocks: expected 4 numbers of blocks: 1 to 64"),
+        ({"model": {"target": "inception_v3", "arguments": {"blocks": [1, 5, 1]}}}, "expected 3 numbers of blocks: 1 to 3, 1 to 4, 1 to 2"),
         ({"data": {"target": "images"}}, "arguments: 'images' needs 'folder'; add it"),
         (
             {"data": {"target": "images", "arguments": {"folder": "a", "validation_folder": "b", "validation_fraction": 0.1}}},

@@ -1,5 +1,6 @@
 """`jpipe plan` and `jpipe train --plan auto`: what they print, write and draw; every mistake is one message, exit code 2."""
 
+import dataclasses
 import io
 import json
 import re
@@ -322,5 +323,19 @@ def test_no_device_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
     found = planning.search(profile(), topology, 8, planning.Request(), False, Reporter(1, 1, "samples"))
     assert any(ranked.candidate.devices < 7 for ranked in found.choice.ranked)
-    with pytest.raises(jpipe.InputError, match="no plan has a batch of 8 rows in microbatches of 1, 2 rows on 7 devices"):
+    most = max(candidate.devices for candidate in found.candidates)
+    refusal = f"no plan has a batch of 8 rows on all of 7 devices, only on {most}; use {most} devices, or allow other batches"
+    with pytest.raises(jpipe.InputError, match=refusal):
         planning.search(profile(), topology, 8, planning.Request(all_devices=True), False, Reporter(1, 1, "samples"))
+
+
+def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
+    layers, topology = len(profile().layers), Topology.flat(7, 1e9)
+    alone = planning.Request(replicas=False, meshes=("none",))
+    found = planning.search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
+    assert {max(candidate.replicas) for candidate in found.candidates} == {1}
+    assert max(candidate.devices for candidate in found.candidates) == layers < 7
+    refusal = f"on all of 7 devices, only on {layers}: layers carry their state .*, so stages have no replicas, and {layers} layers make"
+    with pytest.raises(jpipe.InputError, match=refusal) as refused:
+        planning.search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
+    assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")

@@ -166,5 +166,5 @@ def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
     alone = Alone(None)
     assert len(auto.find_plan(config, silent(), alone).workers) < 7
     alone.processes = types.SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
-    with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on 7 devices"):
+    with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on all of 7 devices"):
         auto.find_plan(config, silent(), alone)

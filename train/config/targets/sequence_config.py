@@ -1,5 +1,6 @@
 """The arguments of the built-in sequence models, of their data and of their loss: what `model.arguments` and so on may hold."""
 
+import itertools
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -92,13 +93,25 @@ class TranslationData(Section):
         folder: has `train.source`, `train.target`, `validation.source`, `validation.target` and a `tokenizer.json` for both languages.
         source_length: tokens of a sentence to translate, its end included.
         target_length: of its translation, likewise.
+        buckets: shorter lengths, from the shortest on. A pair is padded to the first that both of its sentences fit into, and batched
+            with others of that length, so that batches have one more shape for each.
         unusable: refuse a sentence that is empty or longer, or drop the pair.
     """
 
     folder: FilePath
     source_length: _Length = 50
     target_length: _Length = 50
+    buckets: list[_Length] = []
     unusable: Unusable = "refuse"
+
+    @model_validator(mode="after")
+    def _buckets_grow(self) -> "TranslationData":
+        longest = max(self.source_length, self.target_length)
+        if any(b <= a for a, b in itertools.pairwise((0, *self.buckets, longest))):
+            raise ValueError(
+                f"buckets {self.buckets}: expected lengths that grow, below {longest} (the larger of source_length and target_length)"
+            )
+        return self
 
 
 class WordsData(Section):

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from train.config.section import FilePath, Fraction, Section
 
 _LARGEST = 4096
+_MOST_BLOCKS = 64  # of a group
 
 
 def _pixels(size: int, least: int) -> int:
@@ -23,6 +24,17 @@ def _at_least(least: int) -> AfterValidator:
 _Classes = Annotated[int, Field(ge=2, le=10**6)]
 _Width = Annotated[float, Field(gt=0, le=16)]
 _Dropped = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _blocks(*most: int) -> AfterValidator:
+    """A number of blocks for each group: at least one, at most so many."""
+
+    def check(counts: list[int]) -> list[int]:
+        if len(counts) != len(most) or not all(1 <= count <= limit for count, limit in zip(counts, most, strict=True)):
+            raise ValueError(f"expected {len(most)} numbers of blocks: {', '.join(f'1 to {limit}' for limit in most)}")
+        return counts
+
+    return AfterValidator(check)
 
 
 class Alexnet(Section):
@@ -49,12 +61,14 @@ class Vgg16(Section):
         classes: likewise.
         width: likewise.
         dropout: likewise.
+        batch_norm: whether a batch norm follows each convolution, as in torchvision's `vgg16_bn`; small ones learn sooner with it.
     """
 
     image_size: Annotated[int, _at_least(32)] = 224
     classes: _Classes = 1000
     width: _Width = 1.0
     dropout: _Dropped = 0.5
+    batch_norm: bool = False
 
 
 class Resnet50(Section):
@@ -64,11 +78,13 @@ class Resnet50(Section):
         image_size: as of `Alexnet`, and so are the others.
         classes: likewise.
         width: likewise.
+        blocks: how many of each of the four groups, of which each but the first halves the image.
     """
 
     image_size: Annotated[int, _at_least(32)] = 224
     classes: _Classes = 1000
     width: _Width = 1.0
+    blocks: Annotated[list[int], _blocks(*[_MOST_BLOCKS] * 4)] = [3, 4, 6, 3]
 
 
 class InceptionV3(Section):
@@ -79,11 +95,14 @@ class InceptionV3(Section):
         classes: likewise.
         width: likewise.
         dropout: before the last layer.
+        blocks: how many of the published ones that keep the image's size there are in each of the three groups, the first ones:
+            `mixed_5b` and so on, `mixed_6b` and so on, `mixed_7b` and so on.
     """
 
     image_size: Annotated[int, _at_least(75)] = 299
     classes: _Classes = 1000
     width: _Width = 1.0
+    blocks: Annotated[list[int], _blocks(3, 4, 2)] = [3, 4, 2]
     dropout: _Dropped = 0.5
 
 

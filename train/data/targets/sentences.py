@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -152,14 +152,27 @@ def data_of(
     Raises:
         InputError: there is less than a batch for validation.
     """
-    if len(parts[1]) < batch_size:
+    check_held_out(len(parts[1]), batch_size, source)
+    train, validation = (BatchesOfRows(part, batch_size, spec) for part in parts)
+    return Data(train, validation, source, amount, digest_of(arrays), said(remarks), vocab_size)
+
+
+def check_held_out(rows: int, batch_size: int, source: str) -> None:
+    """Refuse less than a batch for validation.
+
+    Raises:
+        InputError: there are fewer rows.
+    """
+    if rows < batch_size:
         raise InputError(
-            f"{FOLDER}: expected at least train.batch_size {batch_size} rows for validation, found {len(parts[1])} in {source}; give more, "
+            f"{FOLDER}: expected at least train.batch_size {batch_size} rows for validation, found {rows} in {source}; give more, "
             "or lower train.batch_size"
         )
-    train, validation = (BatchesOfRows(part, batch_size, spec) for part in parts)
-    said = tuple(remark for remark in remarks if remark is not None)
-    return Data(train, validation, source, amount, partial(_digest, list(arrays)), said, vocab_size)
+
+
+def nothing_to_learn() -> InputError:
+    """There is no row for training."""
+    return InputError(f"{FOLDER}: expected something to learn from, found nothing that can be used; give more text")
 
 
 def in_order(rows: Elements, seed: int, *, epochs: bool) -> Elements:
@@ -169,7 +182,7 @@ def in_order(rows: Elements, seed: int, *, epochs: bool) -> Elements:
         InputError: there is none.
     """
     if not len(rows):
-        raise InputError(f"{FOLDER}: expected something to learn from, found nothing that can be used; give more text")
+        raise nothing_to_learn()
     shuffled = grain.MapDataset.source(rows).shuffle(seed=seed)
     return shuffled.repeat() if epochs else shuffled
 
@@ -182,6 +195,16 @@ def shown(folder: str) -> str:
 def exists(path: Path) -> bool:
     """Whether a file is there that can be read."""
     return path.is_file() and os.access(path, os.R_OK)
+
+
+def said(remarks: Sequence[str | None]) -> tuple[str, ...]:
+    """What there is to say."""
+    return tuple(remark for remark in remarks if remark is not None)
+
+
+def digest_of(arrays: Iterable[np.ndarray]) -> Callable[[], str]:
+    """Gives what is the same only if all arrays are."""
+    return partial(_digest, list(arrays))
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:

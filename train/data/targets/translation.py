@@ -1,8 +1,10 @@
-"""Parallel text: pairs of lines of two aligned files, for GNMT. All rows have one shape, because a pipeline is compiled for one: each
-sentence is padded to the length that it may have.
+"""Parallel text: pairs of lines of two aligned files, for GNMT. Each sentence is padded to the length of its bucket, the last of which is
+the length that sentences may have: a pipeline is compiled for each of these shapes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +15,11 @@ from jpipe.files import expanded
 from train.config.targets.sequence_config import TranslationData
 from train.data import tokenizer as tokenizers
 from train.data.data import Data
-from train.data.targets.sentences import FOLDER, data_of, in_order, lines_of, shifted, shown, usable
+from train.data.targets.buckets import batches_of, bucket_of, shapes_of
+from train.data.targets.sentences import FOLDER, digest_of, lines_of, said, shifted, shown, usable
 
 Inputs = dict[str, Int32[np.ndarray, "..."]]
+Row = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,23 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.sources)
 
+    def split(self, lengths: Sequence[tuple[int, int]]) -> list["Pairs"]:
+        """Each pair among those of the first lengths that it fits into; it fits into the last."""
+        sizes = [np.asarray([each.size for each in sentences], np.int64) + 1 for sentences in (self.sources, self.targets)]
+        chosen = bucket_of(sizes, lengths)
+        found = []
+        for bucket, each in enumerate(lengths):
+            sources, targets = ([part[i] for i in np.flatnonzero(chosen == bucket)] for part in (self.sources, self.targets))
+            found.append(Pairs(sources, targets, each, self.end))
+        return found
+
+    @property
+    def spec(self) -> Row:
+        """Shapes and dtypes of a row."""
+        source, target = (jax.ShapeDtypeStruct((length,), np.dtype(np.int32)) for length in self.lengths)
+        number = jax.ShapeDtypeStruct((), np.dtype(np.int32))
+        return {"source": source, "source_length": number, "target": target}, target
+
     def __getitem__(self, index: int) -> tuple[Inputs, Int32[np.ndarray, " t"]]:
         target, labels = shifted(self.targets[index], self.end, self.lengths[1])
         return source_row(self.sources[index], self.end, self.lengths[0]) | {"target": target}, labels
@@ -53,7 +74,7 @@ def load(arguments: TranslationData, seed: int, batch_size: int) -> Data:
     """Read both parts of a folder.
 
     Args:
-        arguments: the folder, and how long sentences may be.
+        arguments: the folder, how long sentences may be, and the buckets.
         seed: of the order of the pairs.
         batch_size: rows of a batch.
 
@@ -62,13 +83,14 @@ def load(arguments: TranslationData, seed: int, batch_size: int) -> Data:
             refused; there is less than a batch for validation.
     """
     tokenizer = load_tokenizer(arguments)
-    found = [_pairs(arguments, tokenizer, part) for part in ("train", "validation")]
-    (train, said), (validation, also_said) = found
-    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), _like(arguments, tokenizer))
-    amount = f"{len(train):,} pairs of sentences for training, {len(validation):,} for validation"
+    (train, remark), (validation, other) = (_pairs(arguments, tokenizer, part) for part in ("train", "validation"))
     arrays = [np.concatenate(part) for pairs in (train, validation) for part in (pairs.sources, pairs.targets) if part]
-    parts = in_order(train, seed, epochs=True), in_order(validation, 0, epochs=False)
-    return data_of(parts, spec, batch_size, shown(arguments.folder), amount, arrays, tokenizer.vocab_size, (said, also_said))
+    lengths = [*((min(each, train.lengths[0]), min(each, train.lengths[1])) for each in arguments.buckets), train.lengths]
+    buckets = [parts for parts in zip(train.split(lengths), validation.split(lengths), strict=True) if any(map(len, parts))]
+    source = shown(arguments.folder)
+    batches = batches_of(buckets, seed, batch_size, source if len(buckets) < 2 else f"any bucket of {source}")
+    amount = f"{len(train):,} pairs of sentences for training, {len(validation):,} for validation"
+    return Data(*batches, source, amount, digest_of(arrays), said((remark, other)), tokenizer.vocab_size, shapes_of(batches[0]))
 
 
 def load_tokenizer(arguments: TranslationData) -> tokenizers.Tokenizer:
@@ -99,11 +121,3 @@ def _pairs(arguments: TranslationData, tokenizer: tokenizers.Tokenizer, part: st
     sources, targets = ([sentences[i] for i in kept] for sentences in tokens)
     assert tokenizer.end is not None
     return Pairs(sources, targets, lengths, tokenizer.end), remark
-
-
-def _like(arguments: TranslationData, tokenizer: tokenizers.Tokenizer) -> tuple[Inputs, Int32[np.ndarray, " t"]]:
-    """A row."""
-    nothing = np.zeros(0, np.int32)
-    assert tokenizer.end is not None
-    pairs = Pairs([nothing], [nothing], (arguments.source_length, arguments.target_length), tokenizer.end)
-    return pairs[0]

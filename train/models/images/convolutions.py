@@ -71,7 +71,7 @@ class Convolution(nnx.Module):
 
 
 class NormedConvolution(nnx.Module):
-    """Convolution without bias, batch norm, and relu unless `activate` is false."""
+    """Convolution without bias, batch norm, relu unless `activate` is false, and pooling where there is any."""
 
     def __init__(
         self,
@@ -82,15 +82,17 @@ class NormedConvolution(nnx.Module):
         scale_init: Any = nnx.initializers.ones,
         epsilon: float = 1e-5,
         activate: bool = True,
+        pool: MaxPool | None = None,
         rngs: nnx.Rngs,
     ):
         self.conv = conv.module(inputs, use_bias=False, kernel_init=init, rngs=rngs)
         self.norm = nnx.BatchNorm(conv.outputs, momentum=0.9, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
-        self.activate = activate
+        self.activate, self.pool = activate, pool
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         x = self.norm(self.conv(x))
-        return nnx.relu(x) if self.activate else x
+        x = nnx.relu(x) if self.activate else x
+        return x if self.pool is None else self.pool(x)
 
 
 class Dense(nnx.Module):

@@ -73,6 +73,9 @@ LAYERS: MappingProxyType[str, tuple[Branch, ...]] = MappingProxyType(
 )
 """The branches of each layer but the last, `fc`; their outputs are put beside each other."""
 
+GROUPS = tuple(tuple(f"mixed_{group}{letter}" for letter in letters) for group, letters in ((5, "bcd"), (6, "bcde"), (7, "bc")))
+"""The blocks that keep the image's size. Those behind them in a group can be left out."""
+
 
 class Pair(nnx.Module):
     """Two convolutions of the same input, put beside each other."""
@@ -98,7 +101,10 @@ def layers(arguments: InceptionV3, batch_size: int) -> jpipe.LayerStack:
     """The layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors; see `train.models.images.vgg.alexnet`."""
     found: dict[str, Any] = {}
     inputs = 3
+    left_out = {layer_id for group, count in zip(GROUPS, arguments.blocks, strict=True) for layer_id in group[count:]}
     for layer_id, published in LAYERS.items():
+        if layer_id in left_out:
+            continue
         branches = tuple(tuple(_scaled(step, arguments.width) for step in branch) for branch in published)
         found[layer_id] = partial(Mixed, inputs, branches)
         inputs = sum(_outputs(branch, inputs) for branch in branches)

@@ -14,9 +14,6 @@ import jpipe
 from train.config.targets.vision_config import Resnet50
 from train.models.images.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels
 
-BLOCKS = 3, 4, 6, 3
-"""How many blocks have 64, 128, 256 and 512 channels inside, and four times as many outside."""
-
 
 class Stem(nnx.Module):
     """The first convolution, whose outputs are pooled."""
@@ -49,10 +46,13 @@ class Block(nnx.Module):
 
 
 def layers(arguments: Resnet50, batch_size: int) -> jpipe.LayerStack:
-    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors; see `train.models.images.vgg.alexnet`."""
+    """The layers `conv1`, `block1_1` … `block4_3`, `fc`, as constructors; see `train.models.images.vgg.alexnet`.
+
+    The blocks of the four groups have 64, 128, 256 and 512 channels inside, and four times as many outside.
+    """
     inputs = channels(64, arguments.width)
     found: dict[str, Any] = {"conv1": partial(Stem, inputs)}
-    for group, count in enumerate(BLOCKS):
+    for group, count in enumerate(arguments.blocks):
         inner, outputs = (channels(size * 2**group, arguments.width) for size in (64, 256))
         same = partial(Block, outputs, inner, outputs, 1)  # one object, so that jpipe traces it once
         first = partial(Block, inputs, inner, outputs, 1 if group == 0 else 2)

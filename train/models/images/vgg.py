@@ -8,7 +8,7 @@ from typing import Any
 
 import jpipe
 from train.config.targets.vision_config import Alexnet, Vgg16
-from train.models.images.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, channels
+from train.models.images.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, NormedConvolution, channels
 
 Convolutions = tuple[tuple[str, Conv, MaxPool | None], ...]
 """The id of each layer, what it is like, and how it is pooled."""
@@ -44,16 +44,16 @@ def alexnet(arguments: Alexnet, batch_size: int) -> jpipe.LayerStack:
 
 def vgg16(arguments: Vgg16, batch_size: int) -> jpipe.LayerStack:
     """As `alexnet`, with the layers `conv1_1` … `conv5_3`, `fc6`, `fc7`, `fc8`."""
-    return _with_dense_layers(arguments, VGG_16)
+    return _with_dense_layers(arguments, VGG_16, arguments.batch_norm)
 
 
-def _with_dense_layers(arguments: Alexnet | Vgg16, convolutions: Convolutions) -> jpipe.LayerStack:
+def _with_dense_layers(arguments: Alexnet | Vgg16, convolutions: Convolutions, batch_norm: bool = False) -> jpipe.LayerStack:
     """Convolutions, then `fc6`, `fc7` and `fc8`, the first of them over all pixels that are left."""
     found: dict[str, Any] = {}
     inputs, size = 3, arguments.image_size
     for layer_id, conv, pool in convolutions:
         scaled = conv.scaled(arguments.width)
-        found[layer_id] = partial(Convolution, inputs, scaled, pool)
+        found[layer_id] = partial(NormedConvolution if batch_norm else Convolution, inputs, scaled, pool=pool)
         inputs, size = scaled.outputs, _size_after(conv, pool, size)
     width, dropout = channels(4096, arguments.width), arguments.dropout
     found["fc6"] = partial(Dense, size * size * inputs, width, dropout)

@@ -1,0 +1,237 @@
+"""The pictures of docs/papers.md, drawn from the cells of its tables, so that both show the same."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.papers.document import Table
+
+BLUE, ORANGE, GREEN, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#B3B3B3", "#1A1A1A"  # distinguishable for colour-blind readers
+LIGHT = {BLUE: "#56B4E9", ORANGE: "#E69F00"}
+
+
+class Picture(NamedTuple):
+    """A picture.
+
+    Attributes:
+        tables: the names of those that it shows.
+        size: in inches.
+        draw: puts the tables into a figure.
+    """
+
+    tables: tuple[str, ...]
+    size: tuple[float, float]
+    draw: Callable[[Any, Mapping[str, Table]], None]
+
+
+def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) -> list[Path]:
+    """Write each picture that shows a new table and whose tables are all there.
+
+    Args:
+        tables: by name.
+        new: the names of the new ones.
+        folder: of the pictures; made if it is not there.
+
+    Returns:
+        The files written.
+    """
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, picture in PICTURES.items():
+        if set(picture.tables) <= set(tables) and not set(picture.tables).isdisjoint(new):
+            figure = Figure(figsize=picture.size, layout="constrained")
+            picture.draw(figure, tables)
+            written.append(folder / f"papers-{name}.png")
+            figure.savefig(written[-1], dpi=90)
+    return written
+
+
+def numbers(cell: object) -> list[float]:
+    """All numbers of a cell, in order: `15-1 (5.28)` has 15, 1 and 5.28, `-72%` has -72."""
+    found = re.findall(r"(?:^[-+])?\d[\d,]*(?:\.\d+)?", str(cell))
+    return [float(one.replace(",", "")) for one in found]
+
+
+def _last(cell: object) -> float | None:
+    """The last number of a cell: what is in brackets, or the only number."""
+    return found[-1] if (found := numbers(cell)) else None
+
+
+def _titled(axes: Any, title: str, across: str = "", up: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel(up, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.set_axisbelow(True)
+
+
+def _legend(axes: Any, columns: int = 2, below: float = 0.2) -> None:
+    """Below the axes, where it hides nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, fontsize=8, frameon=False)
+
+
+def _labelled_rows(axes: Any, names: Sequence[str]) -> None:
+    """A row for each name, from top to bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]) -> None:
+    """Groups of upright bars, one group a name; there is no bar where there is no number."""
+    width = 0.8 / len(series)
+    for n, ((label, values), colour) in enumerate(zip(series.items(), colours, strict=True)):
+        places = [place + (n - (len(series) - 1) / 2) * width for place in range(len(names))]
+        axes.bar(places, [value or 0 for value in values], width, color=colour, label=label)
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _draw_plans(figure: Any, tables: Mapping[str, Table]) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    rows = tables["table 1"].rows
+    marks = {"the paper": (2, "D", BLACK), "planned": (3, "o", BLUE), "the paper's stages, planned": (4, "s", ORANGE)}
+    for label, (column, mark, colour) in marks.items():
+        shown = [(_last(row[column]), n) for n, row in enumerate(rows)]
+        left.plot(*zip(*shown, strict=True), mark, color=colour, label=label, markersize=7, fillstyle="none", markeredgewidth=1.6)
+    waits = {(str(row[0]).split(",")[0], row[1]): _last(row[4]) for row in tables["table 1, sums"].rows}
+    shown = [(found, n) for n, row in enumerate(rows) if (found := waits.get((row[0], row[1])))]
+    left.plot(*zip(*shown, strict=True), "x", color=ORANGE, label="the same, if sums do not overlap", markersize=7, markeredgewidth=1.8)
+    _labelled_rows(left, [f"{row[0]}, {row[1]}" for row in rows])
+    left.set_xscale("log", base=2)
+    left.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    left.axvline(1, color=GREY, linewidth=1, zorder=0)
+    _titled(left, "Table 1: throughput ÷ data parallelism's", "speed-up (1: data parallelism)")
+    _legend(left, below=0.12)
+    sums = tables["table 1, sums"].rows
+    right.plot([_last(row[5]) for row in sums], range(len(sums)), "|", color=GREY, markersize=14, markeredgewidth=3, label="the link")
+    right.plot([_last(row[6]) for row in sums], range(len(sums)), "D", color=BLACK, markersize=6, label="needed for the paper's speed-up")
+    _labelled_rows(right, [f"{row[0]}, {row[1]}" for row in sums])
+    right.set_xscale("log")
+    right.set_xticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+    _titled(right, "The rate of the sums of gradients", "GB/s, if sums do not overlap")
+    _legend(right, below=0.12)
+
+
+def _draw_waits(figure: Any, tables: Mapping[str, Table]) -> None:
+    table = tables["figure 1"]
+    half = tables["figure 12"]
+    panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.8))
+    names = [str(row[0]) for row in table.rows]
+    for axes, first in zip(panels[:3], (1, 3, 5), strict=True):
+        for shift, column, colour in ((-0.17, first, LIGHT[BLUE]), (0.17, first + 1, BLUE)):
+            label = f"{str(table.head[column]).split(', ')[-1]}"
+            for n, row in enumerate(table.rows):
+                _range(axes, n + shift, row[column], colour, label if n == 0 else "")
+        _labelled_rows(axes, names if first == 1 else [""] * len(names))
+        _titled(axes, "Figure 1: " * (first == 1) + str(table.head[first]).rsplit(", ", 1)[0], "share of time that waits (%)")
+    axes = panels[3]
+    for n, row in enumerate(half.rows):
+        for shift, cell, colour, label in ((-0.17, row[1], GREEN, "float32"), (0.17, row[2], ORANGE, "float16")):
+            _range(axes, n + shift, cell, colour, label if n == 0 else "")
+    _labelled_rows(axes, [f"{row[0]} GPUs" for row in half.rows])
+    _titled(axes, "Figure 12: GNMT-8", "share of time that waits (%)")
+    for axes in panels:
+        axes.set_xlim(0, 100)
+        _legend(axes, below=0.25)
+
+
+def _range(axes: Any, place: float, cell: object, colour: str, label: str) -> None:
+    low, high = numbers(cell)
+    axes.barh(place, max(high - low, 1.0), 0.3, left=low, color=colour, label=label or None)
+
+
+def _draw_bytes(figure: Any, tables: Mapping[str, Table]) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    rows = tables["figure 17"].rows
+    alone = [numbers(row[1])[0] for row in rows]
+    series: dict[str, list[float | None]] = {"data parallelism": list(alone)}
+    for label, column in {"fastest pipeline": 3, "pipeline with fewest bytes": 5, "the paper's stages, fewest bytes": 8}.items():
+        changes = [numbers(row[column]) for row in rows]
+        series[label] = [one * (1 + change[0] / 100) if change else None for one, change in zip(alone, changes, strict=True)]
+    _bars(left, [str(row[0]) for row in rows], series, (GREY, LIGHT[BLUE], BLUE, ORANGE))
+    left.set_yscale("log")
+    left.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
+    _titled(left, "Figure 17: bytes for each sample, four GPUs", "", "MB a sample")
+    _legend(left, below=0.12)
+    claims = tables["figure 17, claims"].rows
+    for n, row in enumerate(claims):
+        ends = sorted(-numbers(row[column])[0] for column in (4, 5))
+        right.barh(
+            n, max(ends[1] - ends[0], 0.8), 0.4, left=ends[0], color=ORANGE, label="from fastest cuts to fewest bytes" if n == 0 else None
+        )
+        for m, said in enumerate(numbers(row[6])):
+            right.plot(said, n, "D", color=BLACK, markersize=7, label="the paper and its preprint" if n + m == 0 else None)
+    _labelled_rows(right, [f"{row[0]}, {row[2]}\n{row[1]}, {row[3]} rows" for row in claims])
+    right.set_xlim(30, 100)
+    _titled(right, "The paper's claims: bytes saved", "% less than data parallelism")
+    _legend(right, below=0.16)
+
+
+def _draw_memory(figure: Any, tables: Mapping[str, Table]) -> None:
+    rows = tables["figure 16"].rows
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 0.8))
+    names = [str(row[0]) for row in rows]
+    colours = (BLUE, LIGHT[BLUE], GREEN, LIGHT[ORANGE])
+    _bars(left, names, {f"stage {n}": [_last(row[1 + n]) for row in rows] for n in range(4)}, colours)
+    for n, row in enumerate(rows):
+        left.plot([n - 0.45, n + 0.45], [_last(row[5])] * 2, color=BLACK, linewidth=2, label="data parallelism" if n == 0 else None)
+    _titled(left, "Figure 16: memory of four stages", "", "GB of a GPU")
+    _legend(left, 3)
+    flights = tables["figure 18"].rows
+    found = {f"stage {n}": [_last(row[2 + n]) for row in flights] for n in range(4)}
+    _bars(middle, [str(row[0]) for row in flights], found, colours)
+    _titled(middle, "Figure 18: GNMT-8, memory", "microbatches in flight", "GB of a GPU")
+    _legend(middle, 4)
+    right.bar([str(row[0]) for row in flights], [numbers(row[1])[0] for row in flights], 0.6, color=BLUE)
+    right.grid(axis="y", alpha=0.3)
+    _titled(right, "Figure 18: GNMT-8, throughput", "microbatches in flight", "samples/s")
+
+
+def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    *rows, paper = tables["figure 6"].rows
+    names = ["\n".join([*str(row[0]).split(", "), str(row[1])]) for row in rows]
+    colours = (BLUE, GREEN, ORANGE)
+    _bars(
+        left,
+        names,
+        {label: [_last(row[4 + n]) for row in rows] for n, label in enumerate(("2BW ÷ Flush", "2BW ÷ GPipe", "2BW ÷ naive"))},
+        colours,
+    )
+    for n, (colour, most) in enumerate(zip(colours, (max(numbers(paper[4])), *(_last(cell) for cell in paper[5:])), strict=True)):
+        left.axhline(numbers(paper[4 + n])[0] if most else 0, color=colour, linestyle="--", linewidth=1.2)
+    left.set_yscale("log", base=2)
+    left.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    _titled(left, "Figure 6: throughput ratios (dashed: the paper's largest)", "model and batch", "times")
+    _legend(left, 3, 0.32)
+    memory = tables["figure 7"]
+    series = {str(memory.head[n]).replace("pipedream_", ""): [_last(row[n]) for row in memory.rows] for n in range(2, 7)}
+    _bars(middle, [f"{row[0]}, {row[1]}" for row in memory.rows], series, (GREY, ORANGE, BLUE, GREEN, LIGHT[BLUE]))
+    middle.axhline(16, color=BLACK, linewidth=1)
+    middle.text(-0.4, 16.2, "the GPU's 16 GB", fontsize=8)
+    _titled(middle, "Figure 7: memory, GPT of 2.2B", "batch, rows of a microbatch", "GB of a GPU")
+    _legend(middle, 3, 0.18)
+    depths = tables["figure 8"]
+    looks = zip(depths.rows, (LIGHT[BLUE], BLUE, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True)
+    for row, colour, mark in looks:
+        shown = [(str(depths.head[n]).removeprefix("batch "), found) for n in (2, 3, 4) if (found := _last(row[n]))]
+        label = f"d = {row[0]}, b = {row[1]}" + (" (does not fit)" if "too much" in str(row[5]) else "")
+        right.plot(*zip(*shown, strict=True), mark + "-", color=colour, label=label)
+    right.set_ylim(bottom=0)
+    right.grid(alpha=0.3)
+    _titled(right, "Figure 8: GPT of 1.3B, 64 GPUs", "batch", "samples/s")
+    _legend(right, 2, 0.18)
+
+
+PICTURES = {
+    "plans": Picture(("table 1", "table 1, sums"), (11, 5), _draw_plans),
+    "bytes": Picture(("figure 17", "figure 17, claims"), (11, 4.3), _draw_bytes),
+    "waits": Picture(("figure 1", "figure 12"), (12, 3.5), _draw_waits),
+    "memory": Picture(("figure 16", "figure 18"), (11, 3.7), _draw_memory),
+    "2bw": Picture(("figure 6", "figure 7", "figure 8"), (13, 4.3), _draw_2bw),
+}
+"""By name: docs/pictures/papers-NAME.png."""
