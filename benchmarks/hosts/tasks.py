@@ -51,7 +51,7 @@ class Task(NamedTuple):
 TASKS: dict[str, Task] = {
     "VGG-16": Task(
         "vgg16-small",
-        ("optimizer={name: adam, learning_rate: 1.0e-3, warmup_steps: 20}", "train.eval_batches=5"),
+        ("model.arguments.batch_norm=false", "optimizer={name: adam, learning_rate: 1.0e-3, warmup_steps: 20}", "train.eval_batches=5"),
         "images",
         100e6,
         1.7,
