@@ -27,7 +27,6 @@ from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
-from jpipe.runtime._buckets import Bucket, bucket_of, check_buckets, told
 from jpipe.runtime._executor import Executor, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
@@ -38,7 +37,7 @@ from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, count_microbatches, microbatch_spec, rows_of
+from jpipe.stages._batch import Batch, Bucket, bucket_of, check_buckets, count_microbatches, microbatch_spec, rows_of, told
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start

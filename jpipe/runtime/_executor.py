@@ -14,7 +14,6 @@ from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
-from jpipe.runtime._buckets import Bucket, told
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
@@ -22,7 +21,7 @@ from jpipe.runtime._state import State, WorkerState, fingerprint
 from jpipe.runtime._transport import Sent, Transport, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, rows_of
+from jpipe.stages._batch import Batch, Bucket, rows_of, told
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
 from jpipe.stages._shares import shares_of
