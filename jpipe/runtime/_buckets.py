@@ -48,7 +48,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
                 f"buckets: expected microbatches of {rows_of(first.spec)} rows, as the others have, found {describe(bucket.spec)}; "
                 "give each batch as many rows"
             )
-        if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):
+        if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):  # type: ignore[operator]
             raise InputError(
                 f"buckets: expected the arrays that the others have, {describe(first.spec)}, found {describe(bucket.spec)}; "
                 "give each batch the same arrays, which may differ in their shapes"
