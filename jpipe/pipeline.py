@@ -193,7 +193,8 @@ class Pipeline:
         Raises:
             InputError: as `check`, for `buckets` too; a key of another kind; devices that do not exist; another plan than the other
                 processes have; parameters that the model does not have, or of another shape or dtype; another array in the second place
-                of a tie than in the first; buckets that differ in their rows, or change the parameters or the state of a layer.
+                of a tie than in the first; buckets that differ in their rows or in the names of their arrays, or change the
+                parameters or the state of a layer.
         """
         key = as_key(key)
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])

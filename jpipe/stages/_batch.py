@@ -76,7 +76,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
     """Refuse shapes that cannot take turns in one run.
 
     Raises:
-        InputError: they differ in their rows, or a layer has other parameters or state with one of them.
+        InputError: they differ in their rows or in the names of their arrays, or a layer has other parameters or state with one of them.
     """
     first = buckets[0]
     for bucket in buckets[1:]:
@@ -84,6 +84,11 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
             raise InputError(
                 f"buckets: expected microbatches of {rows_of(first.spec)} rows, as the others have, found {describe(bucket.spec)}; "
                 "give each batch as many rows"
+            )
+        if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):  # type: ignore[operator]
+            raise InputError(
+                f"buckets: expected the arrays that the others have, {describe(first.spec)}, found {describe(bucket.spec)}; "
+                "give each batch the same arrays, which may differ in their shapes"
             )
         for here, there in zip(first.functions, bucket.functions, strict=True):
             for what, own, other in (("parameters", here.specs.fresh, there.specs.fresh), ("state", here.specs.state, there.specs.state)):

@@ -101,7 +101,7 @@ def test_a_state_remembers_the_shapes_of_the_batches_in_flight_and_no_more():
     state = started(pipe, batches)
     for batch in batches:
         state, _ = pipe.step(state, batch)
-    assert len(state.buckets) < COUNT
+    assert len(state.buckets) == pipe._steps.in_flight < COUNT
     plain = pipeline(pipe.plan)
     state = plain.init(jax.random.key(KEY), batches[0])
     state, _ = plain.step(state, batches[0])
@@ -119,6 +119,9 @@ def test_what_cannot_take_turns_is_refused():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     with pytest.raises(InputError, match="buckets: expected microbatches of 2 rows"):
         pipe.init(jax.random.key(KEY), batches[0], buckets=[jax.tree.map(lambda leaf: leaf[:2], batches[1])])
+    x, labels = batches[1]
+    with pytest.raises(InputError, match=r"buckets: expected the arrays that the others have, .*found .*more"):
+        pipe.init(jax.random.key(KEY), batches[0], buckets=[(x, labels | {"more": labels["mask"]})])
     state = pipe.init(jax.random.key(KEY), batches[0], buckets=[batches[1]])
     with pytest.raises(InputError, match=r"like one of those of init, .*\[2, 4, 3\].* or .*\[2, 2, 3\].*; found .*\[2, 5, 3\]"):
         pipe.step(state, batches[3])

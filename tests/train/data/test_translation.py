@@ -147,6 +147,10 @@ def test_pairs_of_like_length_share_batches_of_their_length(uneven):
         tuple(leaf.shape for leaf in rows_of(found.train[t])) for t in range(21)
     }
     assert found.like[1].shape == (4, 10), "the largest shape comes first"
+    assert found.remarks == (
+        "buckets for training and validation: 7 and 7 pairs of up to 4 tokens, 5 and 5 pairs of up to 6 tokens, 9 and 9 pairs of up to 10 "
+        "tokens",
+    )
 
 
 def rows_of(batch):
@@ -179,7 +183,7 @@ def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
     assert [found.validation[i][1].shape[1] for i in range(len(found.validation))] == [2, 2]
     for name in ("source", "target"):
         write(uneven, f"validation.{name}", ["das"] * 2 + ["das das das"] * 2)
-    with pytest.raises(InputError, match=r"expected at least train\.batch_size 4 rows for validation, found 2 in any bucket of"):
+    with pytest.raises(InputError, match=r"expected at least train\.batch_size 4 rows for validation, found 2 in the largest bucket of"):
         data.load(config(uneven, buckets=[2, 5]))
 
 

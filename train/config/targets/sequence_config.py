@@ -87,7 +87,7 @@ class S2vt(Section):
 
 
 class TranslationData(Section):
-    """`data.target: translation`: pairs of lines of two aligned files; each sentence is padded to the length that it may have.
+    """`data.target: translation`: pairs of lines of two aligned files; a sentence is padded to the length of its bucket.
 
     Attributes:
         folder: has `train.source`, `train.target`, `validation.source`, `validation.target` and a `tokenizer.json` for both languages.

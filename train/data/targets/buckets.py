@@ -1,6 +1,7 @@
 """Batches of several shapes: rows of like length are batched together, so that little of a batch is padding."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,10 +73,9 @@ class HeldOutBatches:
     @cached_property
     def places(self) -> list[Place]:
         """Where each comes from."""
-        found: list[Place] = []
-        for bucket in _shuffled(0, 0, tuple(map(len, self.buckets))).tolist():
-            found.append((bucket, sum(other == bucket for other, _ in found)))
-        return found
+        numbers = [itertools.count() for _ in self.buckets]
+        order = _shuffled(0, 0, tuple(map(len, self.buckets))).tolist()
+        return [(bucket, next(numbers[bucket])) for bucket in order]
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,18 @@ def load(arguments: TranslationData, seed: int, batch_size: int) -> Data:
     lengths = [*((min(each, train.lengths[0]), min(each, train.lengths[1])) for each in arguments.buckets), train.lengths]
     buckets = [parts for parts in zip(train.split(lengths), validation.split(lengths), strict=True) if any(map(len, parts))]
     source = shown(arguments.folder)
-    batches = batches_of(buckets, seed, batch_size, source if len(buckets) < 2 else f"any bucket of {source}")
+    batches = batches_of(buckets, seed, batch_size, source if len(buckets) < 2 else f"the largest bucket of {source}")
     amount = f"{len(train):,} pairs of sentences for training, {len(validation):,} for validation"
-    return Data(*batches, source, amount, digest_of(arrays), said((remark, other)), tokenizer.vocab_size, shapes_of(batches[0]))
+    remarks = said((remark, other, _buckets_in_words(buckets)))
+    return Data(*batches, source, amount, digest_of(arrays), remarks, tokenizer.vocab_size, shapes_of(batches[0]))
+
+
+def _buckets_in_words(buckets: Sequence[tuple[Pairs, Pairs]]) -> str | None:
+    """How many pairs each has for training and for validation; None where there is one."""
+    if len(buckets) < 2:
+        return None
+    each = (f"{len(train):,} and {len(validation):,} pairs of up to {max(train.lengths)} tokens" for train, validation in buckets)
+    return f"buckets for training and validation: {', '.join(each)}"
 
 
 def load_tokenizer(arguments: TranslationData) -> tokenizers.Tokenizer:
