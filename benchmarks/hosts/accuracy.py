@@ -2,7 +2,7 @@
 
 Small VGG-16, GNMT-8 and AWD-LM learn `jpipe data make`'s samples over two and four hosts, network namespaces with a process each, whose
 links have a fixed rate. The planner chooses the pipeline from a profile of one core of this machine, for that rate. Both runs have the same
-first weights, batches, optimizer and rate of learning. The time of validation is not counted.
+first weights, batches, optimizer and learning rate. The time of validation is not counted.
 """
 
 import argparse
