@@ -322,8 +322,9 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
     """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
 
-    If two of these are one computation, its time is divided in the ratio of `costs`. A whole backward is the sum of its halves where
-    only these were measured, which otherwise keep their ratio. Times without a measurement become 0.
+    If two of these are one computation, its time is divided in the ratio of `costs`, or as `Pipeline.costs` has it if they are 0 there. A
+    whole backward is the sum of its halves where only these were measured, which otherwise keep their ratio. Times without a measurement
+    become 0.
 
     Args:
         costs: one for each stage; their bytes are kept.
@@ -353,15 +354,20 @@ def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
     if of["W"]:
         forward, first = of["F"], of["I"]
         if of["FI"] and not forward:
-            share = cost.forward / (cost.forward + cost.backward_input)
+            share = _share(cost.forward, cost.backward_input, 1 / 2)
             forward, first = of["FI"] * share, of["FI"] * (1 - share)
         return replace(cost, forward=forward, backward=first + of["W"], backward_input=first, backward_weight=of["W"], update=update)
     forward, whole = of["F"], of["B"]
     if of["FB"]:
-        share = cost.forward / (cost.forward + cost.backward)
+        share = _share(cost.forward, cost.backward, 1 / 3)
         forward, whole = of["FB"] * share, of["FB"] * (1 - share)
     first = cost.backward_input / ((cost.backward_input + cost.backward_weight) or 1.0)
     return replace(cost, forward=forward, backward=whole, backward_input=whole * first, backward_weight=whole * (1 - first), update=update)
+
+
+def _share(one: float, other: float, usual: float) -> float:
+    """The share of one in the sum of both; the usual one if an earlier fit found no time for either."""
+    return one / (one + other) if one + other else usual
 
 
 def _median(values: Sequence[float]) -> float:

@@ -358,7 +358,7 @@ def press_where_it_is_changed():
 @pytest.mark.parametrize("moment", ["train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
     real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
-    monkeypatch.setattr(moment, lambda *arguments: (ways and ways.pop()(), real(*arguments))[1])
+    monkeypatch.setattr(moment, lambda *arguments, **options: (ways and ways.pop()(), real(*arguments, **options))[1])
     assert cli.main(["train", write_config()]) == 130
     out, err = capsys.readouterr()
     assert err == ""
