@@ -29,7 +29,6 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0], [1, 0]],
             "tied": True,
         },
-        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
     },
     "2, others": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
@@ -47,6 +46,7 @@ CASES: dict[str, dict[str, dict]] = {
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
         "float16": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "params": "float16"},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
         "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "microbatches": 3, "chunks_per_rank": 2},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},

@@ -41,8 +41,9 @@ def test_every_schedule_equals_one_gradient_of_the_whole_model(variant, d, m, fi
     check_close(train(pipe, batches, state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-def test_replicas_and_clipping_equal_one_gradient():
+def test_replicas_equal_one_gradient_of_the_whole_model():
     stack = LayerStack({"first": models.recurrent(), "second": models.recurrent(), "mean": models.mean_of_positions, "out": models.dense()})
     plan = Plan.even(stack.ids, 2, "pipedream_2bw", 4, replicas=(2, 1))
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 3)
