@@ -1,5 +1,7 @@
 """Parallel text: pairs of lines as rows of one shape, and text that cannot be used."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -118,11 +120,13 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(folder):
 @pytest.fixture
 def uneven(sample, tmp_path):
     """As many pairs of three lengths as make odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, 9 longer; each has its number."""
-    words = [line.split()[0] for line in (sample / "train.source").read_text(encoding="utf-8").splitlines()]
+    text = (sample / "train.source").read_text(encoding="utf-8").splitlines()
+    tokenizer = translation.load_tokenizer(TranslationData(folder=str(sample)))
+    words = [word for word in dict.fromkeys(" ".join(text).split()) if tokenizer.encoded([f"the {word}"])[0].size == 2]
     for part in ("train", "validation"):
         for name in ("source", "target"):
             lengths = [2] * 7 + [4] * 5 + [7] * 9
-            write(tmp_path, f"{part}.{name}", [" ".join([words[0]] * n) for n in lengths])
+            write(tmp_path, f"{part}.{name}", [" ".join(["the", *[words[i]] * (n - 1)]) for i, n in enumerate(lengths)])
     (tmp_path / "tokenizer.json").write_text((sample / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8")
     return tmp_path
 
@@ -134,7 +138,7 @@ def sizes(labels):
 
 def test_pairs_of_like_length_share_batches_of_their_length(uneven):
     found = data.load(config(uneven, buckets=[4, 6], target_length=10))
-    read = []
+    read, pairs = [], collections.Counter()
     for t in range(21):  # four epochs: as many batches as 4 times 21 rows fill
         inputs, labels = rows(found.train, t)
         assert inputs["source"].shape == inputs["target"].shape == labels.shape
@@ -142,7 +146,9 @@ def test_pairs_of_like_length_share_batches_of_their_length(uneven):
         assert all({4: 0, 6: 4, 10: 6}[longest] < size <= longest for size in sizes(labels))
         assert inputs["source_length"].tolist() == sizes(labels)
         read += sizes(labels)
-    assert sorted(read) == sorted(([3] * 7 + [5] * 5 + [8] * 9) * 4), "each pair once per epoch"
+        pairs.update(tuple(row[row >= 0].tolist()) for row in labels)
+    assert sorted(read) == sorted(([3] * 7 + [5] * 5 + [8] * 9) * 4)
+    assert list(pairs.values()) == [4] * 21, "each pair once per epoch"
     assert {tuple(leaf.shape for leaf in rows_of(shape)) for shape in found.shapes} == {
         tuple(leaf.shape for leaf in rows_of(found.train[t])) for t in range(21)
     }
