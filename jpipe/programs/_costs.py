@@ -213,7 +213,7 @@ def sum_layer_costs(
         _check_policy(stage, own)
         known = all(stage.recompute in layer.residuals for layer in own)
         residuals = _residuals(own, stage.recompute) if known else before
-        fused = SCHEDULES[plan.schedule].first_op(plan, s) in ("FB", "FI")
+        fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         backward = sum(layer.backward for layer in own) + again
         for_weights = sum(layer.for_weights for layer in own) if s > 0 else backward  # stage 0 has no input gradient

@@ -5,9 +5,10 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from jpipe.plan import Plan
+from jpipe.schedules._schedule import PARTS, Op
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
@@ -177,7 +178,10 @@ COMPUTATIONS: dict[str, type[Computation]] = {
     "W": BackwardWeight,
     "FI": ForwardBackwardInput,
 }
-"""The instruction of each op of an order, see `jpipe.schedules.Compute`."""
+"""The instruction of each op of an order, see `jpipe.schedules.Compute`. Lists of computations are made of this and of `PARTS`."""
+
+OP_OF: dict[type, Op] = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
+"""The op of each computation."""
 
 Instruction = (
     Load
@@ -197,6 +201,15 @@ Instruction = (
     | Release
     | Evaluate
 )
+
+
+def parts(instruction: Instruction) -> str:
+    """Return what an instruction does of a forward (F), the backward for inputs (I) and that for weights (W), as in `PARTS`.
+
+    Empty for an instruction that is no computation of the schedule's order.
+    """
+    op = OP_OF.get(type(instruction))
+    return "" if op is None else PARTS[op]
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:

@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from numbers import Integral
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
 from jpipe.programs._instructions import (
     COMPUTATIONS,
+    OP_OF,
     AddShared,
     AllReduce,
     Computation,
@@ -27,6 +28,7 @@ from jpipe.programs._instructions import (
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs._walk import ProgramError
 from jpipe.schedules import SCHEDULES, Compute, Op
+from jpipe.schedules._schedule import PARTS
 
 
 def lower(
@@ -289,8 +291,6 @@ class _PendingUpdates:
 
 
 _COMPUTES = {Load, *COMPUTATIONS.values()}
-_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
-_TICKS: dict[Op, int] = {"F": 1, "B": 2, "FB": 3, "I": 1, "W": 1, "FI": 2}
 
 
 class _Run:
@@ -348,7 +348,7 @@ class _Run:
         """The error that shows which computations of which ranks wait for each other."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
         for i, time in self.listing.computations():
-            op, rank, (s, _) = _OPS[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
+            op, rank, (s, _) = OP_OF[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
             chunk = plan.rank_workers[rank].index(i.worker)
             rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
@@ -360,8 +360,8 @@ class _Run:
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
     def _ticks(self, op: Op, s: int) -> int:
-        """How long a computation takes: one that recomputes one tick more."""
-        return _TICKS[op] + (self.again[s] if op in ("B", "FB", "I", "FI") else 0)
+        """How long a computation takes: a tick for each part, and one more where it recomputes the forward."""
+        return len(PARTS[op]) + (self.again[s] if "I" in PARTS[op] else 0)
 
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
         """The schedule's order up to the first forward that needs batch `batches`."""
@@ -384,7 +384,7 @@ class _Run:
             self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
         self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
         worker.clock = begins + self._ticks(op, s)
-        if op == "F":
+        if PARTS[op] == "F":  # the output leaves the stage
             self._after_forward(worker, k)
         if entry.gives_gradient:
             self._after_gradient(worker, k)
@@ -427,9 +427,9 @@ class _Run:
     def _inputs_ready(self, worker: _Worker, entry: Compute, version: int) -> int | None:
         """When the message that a computation needs, and the sums from which its weights are made, are available."""
         plan, (op, s, k), of = self.plan, entry, self.available
-        if op == "W":
+        if PARTS[op] == "W":
             return 0
-        if op in ("B", "I"):
+        if "F" not in PARTS[op]:
             return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
         wanted = [("output", s - 1, k)] if s > 0 else []
         if self.route is not None and self.waits[s]:

@@ -7,15 +7,11 @@ from typing import Any
 from jpipe.programs._costs import Network, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
+    COMPUTATIONS,
+    OP_OF,
     AddShared,
     AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Computation,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardInput,
     Instruction,
     Load,
     Program,
@@ -25,6 +21,7 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
+    parts,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
@@ -240,52 +237,34 @@ class Predictor:
     def _load(self, worker: _Worker, i: Load) -> None:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
-    def _forward(self, worker: _Worker, i: Forward) -> None:
-        cost, last = worker.cost, worker.stage == self._plan.depth - 1
-        worker.compute("F", i, "activation", cost.forward)
-        if not last:
-            worker.ready["activation", i.microbatch] = worker.rank.clock
-        worker.memory.in_flight += 1
-        made = cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
-        worker.memory.compute(made, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "F"))
-
-    def _backward(self, worker: _Worker, i: Backward) -> None:
-        cost = worker.cost
-        worker.compute("B", i, "gradient", cost.backward)
-        worker.memory.in_flight -= 1
-        worker.memory.compute(cost.gradient, cost.residuals + cost.message - self._kept_by_other(worker, i.microbatch, "IW"))
-        self._gradient(worker, i.microbatch)
-        self._accumulate(worker, i.microbatch)
-
-    def _forward_backward(self, worker: _Worker, i: ForwardBackward) -> None:
-        cost = worker.cost
-        worker.compute("FB", i, "activation", cost.forward + cost.backward)
-        worker.memory.compute(cost.gradient, cost.inputs + cost.labels - self._kept_by_other(worker, i.microbatch, "FIW"))
-        self._gradient(worker, i.microbatch)
-        self._accumulate(worker, i.microbatch)
-
-    def _backward_input(self, worker: _Worker, i: BackwardInput) -> None:
-        cost = worker.cost
-        worker.compute("I", i, "gradient", cost.backward_input)
-        worker.memory.in_flight -= 1
-        worker.memory.stashes += 1
-        kept = self._kept_by_other(worker, i.microbatch, "I")
-        worker.memory.compute(cost.gradient + cost.stash, cost.residuals + cost.message - kept)
-        self._gradient(worker, i.microbatch)
-
-    def _forward_backward_input(self, worker: _Worker, i: ForwardBackwardInput) -> None:
-        cost = worker.cost
-        worker.compute("FI", i, "activation", cost.forward + cost.backward_input)
-        worker.memory.stashes += 1
-        kept = self._kept_by_other(worker, i.microbatch, "FI")
-        worker.memory.compute(cost.gradient + cost.stash, cost.inputs + cost.labels - kept)
-        self._gradient(worker, i.microbatch)
-
-    def _backward_weight(self, worker: _Worker, i: BackwardWeight) -> None:
-        worker.compute("W", i, "", worker.cost.backward_weight)
-        worker.memory.stashes -= 1
-        worker.memory.compute(0, worker.cost.stash - self._kept_by_other(worker, i.microbatch, "W"))
-        self._accumulate(worker, i.microbatch)
+    def _computation(self, worker: _Worker, i: Computation) -> None:
+        cost, memory, does, k = worker.cost, worker.memory, parts(i), i.microbatch
+        last, made = worker.stage == self._plan.depth - 1, 0
+        seconds = cost.forward if "F" in does else 0.0
+        if "I" in does or "W" in does:
+            seconds += cost.backward if "IW" in does else cost.backward_input if "I" in does else cost.backward_weight
+        needs = "activation" if "F" in does else "gradient" if "I" in does else ""
+        worker.compute(OP_OF[type(i)], i, needs, seconds)
+        if does == "F":
+            if not last:
+                worker.ready["activation", k] = worker.rank.clock
+            memory.in_flight += 1
+            made += cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
+        elif does[0] == "I":
+            memory.in_flight -= 1
+        if "I" in does:
+            made += cost.gradient
+        if "I" in does and "W" not in does:
+            memory.stashes += 1
+            made += cost.stash
+        elif does == "W":
+            memory.stashes -= 1
+        freed = cost.inputs + cost.labels if "F" in does else cost.residuals + cost.message if "I" in does else cost.stash
+        memory.compute(made, freed - self._kept_by_other(worker, k, does))
+        if "I" in does:
+            self._gradient(worker, k)
+        if "W" in does:
+            self._accumulate(worker, k)
 
     def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
         """The bytes that a worker lets go of after these halves of its computations, and another worker of its rank still keeps."""
@@ -432,12 +411,7 @@ class Predictor:
 
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     Load: Predictor._load,
-    Forward: Predictor._forward,
-    Backward: Predictor._backward,
-    ForwardBackward: Predictor._forward_backward,
-    BackwardInput: Predictor._backward_input,
-    ForwardBackwardInput: Predictor._forward_backward_input,
-    BackwardWeight: Predictor._backward_weight,
+    **dict.fromkeys(COMPUTATIONS.values(), Predictor._computation),
     Send: Predictor._send,
     AllReduce: Predictor._all_reduce,
     TakeShared: Predictor._take_shared,

@@ -6,15 +6,11 @@ from typing import Any, NoReturn
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
+    COMPUTATIONS,
+    OP_OF,
     AddShared,
     AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Computation,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardInput,
     Instruction,
     Load,
     Program,
@@ -24,6 +20,7 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
+    parts,
 )
 from jpipe.programs._walk import Violation
 from jpipe.schedules import SCHEDULES, Compute, Op
@@ -98,40 +95,24 @@ class Verifier:
     def _load(self, i: Load) -> None:
         self._put(i.data, i.microbatch)
 
-    def _forward(self, i: Forward) -> None:
-        self._take_inputs(i.microbatch)
-        self._compute("F", i)
-        self._put("residuals", i.microbatch)
-        self._put("message" if self._last else "output", i.microbatch)
-
-    def _backward(self, i: Backward) -> None:
-        self._take_residuals(i.microbatch)
-        self._compute("B", i)
-        self._give_gradient(i.microbatch)
-        self._accumulate(i)
-
-    def _forward_backward(self, i: ForwardBackward) -> None:
-        self._take_inputs(i.microbatch)
-        self._compute("FB", i)
-        self._give_gradient(i.microbatch)
-        self._accumulate(i)
-
-    def _backward_input(self, i: BackwardInput) -> None:
-        self._take_residuals(i.microbatch)
-        self._compute("I", i)
-        self._give_gradient(i.microbatch)
-        self._put("stash", i.microbatch)
-
-    def _forward_backward_input(self, i: ForwardBackwardInput) -> None:
-        self._take_inputs(i.microbatch)
-        self._compute("FI", i)
-        self._give_gradient(i.microbatch)
-        self._put("stash", i.microbatch)
-
-    def _backward_weight(self, i: BackwardWeight) -> None:
-        self._take("stash", i.microbatch)
-        self._compute("W", i)
-        self._accumulate(i)
+    def _computation(self, i: Computation) -> None:
+        does, k = parts(i), i.microbatch
+        if "F" in does:
+            self._take_inputs(k)
+        elif "I" in does:
+            self._take_residuals(k)
+        else:
+            self._take("stash", k)
+        self._compute(OP_OF[type(i)], i)
+        if does == "F":
+            self._put("residuals", k)
+            self._put("message" if self._last else "output", k)
+        if "I" in does:
+            self._give_gradient(k)
+        if "W" in does:
+            self._accumulate(i)
+        elif "I" in does:
+            self._put("stash", k)
 
     def _send(self, i: Send) -> None:
         if i.message == "norm":
@@ -243,7 +224,7 @@ class Verifier:
         if not self._first:
             self._put("gradient", k)
 
-    def _accumulate(self, i: Backward | ForwardBackward | BackwardWeight) -> None:
+    def _accumulate(self, i: Computation) -> None:
         """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
         self._accumulated += 1
         expected = self._every // self._replicas
@@ -317,12 +298,7 @@ _RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later sq
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,
-    Forward: Verifier._forward,
-    Backward: Verifier._backward,
-    ForwardBackward: Verifier._forward_backward,
-    BackwardInput: Verifier._backward_input,
-    ForwardBackwardInput: Verifier._forward_backward_input,
-    BackwardWeight: Verifier._backward_weight,
+    **dict.fromkeys(COMPUTATIONS.values(), Verifier._computation),
     Send: Verifier._send,
     Receive: Verifier._receive,
     AllReduce: Verifier._all_reduce,

@@ -80,6 +80,8 @@ class Executor:
         self._exchange = MetricsExchange(
             plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
         )
+        for program in steps.verified_runs:
+            self._exchange.check(program)
         # The last stage, by bucket, and names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self.fingerprint = fingerprint(plan, places, self.specs, functions)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Backward, ForwardBackward, Program, Update
+from jpipe.programs._instructions import AllReduce, Computation, Program, Update, parts
 from jpipe.runtime._interpreter import Found
 from jpipe.runtime._lanes import arrived
 
@@ -111,12 +111,30 @@ class MetricsExchange:
             int, tuple[Program, tuple[list[int], list[int]]]
         ] = {}  # batches that a program finishes, by its id; kept, so the id stays valid
 
+    def check(self, run: Program) -> None:
+        """Check that a run from an empty pipeline to an empty one reports every batch once.
+
+        Raises:
+            RuntimeError: it does not. That is an error of jpipe, which would lose results.
+        """
+        for what, batches in zip(("loss", "gradient norm"), self._finished(run), strict=True):
+            _check_complete(what, range(run.start, run.end), batches)
+
+    @property
+    def _computes_losses(self) -> bool:
+        """Whether this process has the worker that reports the numbers of batches."""
+        last = self._plan.stage_workers[-1][0]
+        return self._devices[last].process_index == jax.process_index()
+
     def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
         """Metrics of the batches that the program, run `shift` batches later, finishes; `found` is from the workers of this process."""
         metrics = Metrics.empty()
         losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in found.losses.items()}
         norms = {batch: functools.partial(tuple, norm) for batch, norm in found.norms.items()}
         ended, updated = ([batch + shift for batch in batches] for batches in self._finished(program))
+        if self._computes_losses:
+            _check_complete("loss", ended, found.losses)
+            _check_complete("gradient norm", updated if self._with_updates else [], found.norms)
         self._share("loss", ended, losses, metrics[:2])
         if self._with_updates:
             self._share("gradient norm", updated, norms, metrics[2 : 2 + self._with_updates])
@@ -178,9 +196,8 @@ class MetricsExchange:
             if program.plan.replicas[s] > 1:
                 ended = [i.batch // rate for i in own if type(i) is AllReduce and (i.batch + 1) % rate == 0]
             elif program.sets_aside[s]:
-                ended = [
-                    i.microbatch // every for i in own if isinstance(i, Backward | ForwardBackward) and (i.microbatch + 1) % every == 0
-                ]
+                last = (i.microbatch for i in own if isinstance(i, Computation) and "W" in parts(i))
+                ended = [k // every for k in last if (k + 1) % every == 0]
             else:
                 ended = updated
             self._batches[id(program)] = program, (ended, updated)
@@ -188,6 +205,19 @@ class MetricsExchange:
 
 
 _pipelines = itertools.count()
+
+
+def _check_complete(what: str, expected: Sequence[int], found: Collection[int]) -> None:
+    """Compare the batches that a program finishes with those that have results.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if sorted(found) != sorted(expected):
+        raise RuntimeError(
+            f"internal error: expected the {what} of the batches {list(expected)} from this program, found {sorted(found)}; "
+            "please report it with the plan"
+        )
 
 
 def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Forward, ForwardBackward, Update
+from jpipe.programs._instructions import Computation, Update, parts
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe.runtime._state import WorkerState
@@ -140,15 +140,13 @@ class _Part:
     def see(self, event: Event) -> None:
         if self.complete:
             return
-        match event.instruction:
-            case Forward(microbatch=k) | ForwardBackward(microbatch=k) if k >= self._first:
-                if self._state is None:
-                    self._state = self._before
-            case Update(batch=update) if update < self._newest:
-                if update + 1 == self._newest:
-                    self._optimizer = _copied(event.state.optimizer)
-                    if self._state is None:
-                        self._state = dict(event.state.layer_state)
+        i = event.instruction
+        if isinstance(i, Computation) and "F" in parts(i) and i.microbatch >= self._first and self._state is None:
+            self._state = self._before
+        if type(i) is Update and i.batch + 1 == self._newest:
+            self._optimizer = _copied(event.state.optimizer)
+            if self._state is None:
+                self._state = dict(event.state.layer_state)
         if self._state is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in event.state.versions.keys() - self._versions.keys():
                 is_whole = event.state.versions[version].keys() == self._all  # what other replicas update may still be to come

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,13 +17,12 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import COMPUTATIONS, Computation, SumSquares, Update
+from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES, Op
-
-_OPS = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
+from jpipe.schedules._schedule import PARTS
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: 
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
         if not isinstance(c.instruction, Update):
-            row.append(Span(_OPS[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
+            row.append(Span(OP_OF[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
@@ -283,18 +282,18 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: 
 def _key(instruction: _Instruction) -> _Key:
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch
-    return instruction.worker, _OPS[type(instruction)], instruction.microbatch
+    return instruction.worker, OP_OF[type(instruction)], instruction.microbatch
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
-    match op:
-        case "F" | "FB" | "FI":
+    match PARTS.get(op, "")[:1]:  # type: ignore[call-overload]  # "U" is no op
+        case "F":
             return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
-        case "B" | "I":
-            return [(plan.worker(s + 1, k), after, k) for after in ("B", "FB", "I", "FI")] if s + 1 < plan.depth else []
+        case "I":
+            return [(plan.worker(s + 1, k), after, k) for after in _ops_with("I")] if s + 1 < plan.depth else []
         case "W":
             return []
         case _:
@@ -303,7 +302,11 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [(plan.worker(summed, j), op, j) for j in microbatches for op in ("B", "FB", "W")]
+            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_with("W")]
+
+
+def _ops_with(part: str) -> list[Op]:
+    return [op for op, does in PARTS.items() if part in does]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

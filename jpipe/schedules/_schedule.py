@@ -1,14 +1,22 @@
 """What a schedule is: the order in which each rank computes and the weight version each computation reads, as data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 Op = Literal["F", "B", "FB", "I", "W", "FI"]
 """What is computed: a forward (F), a backward (B), or its halves, the backward for inputs (I) and that for weights (W); FB and FI are two
 of them as one program."""
+
+PARTS: Mapping[Op, str] = MappingProxyType({"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"})
+"""What each op does of a forward (F), the backward for inputs (I) and that for weights (W): everything else about ops follows from this.
+
+An op with F takes the stage input; one with I gives the input gradient; one with W adds to the gradients of the batch, and with it the
+microbatch is finished. What comes between two parts that are two ops stays in memory from one to the other.
+"""
 
 Ranks = tuple[tuple[int, ...], ...]
 """For each rank the stages that it runs, in order."""
@@ -63,17 +71,17 @@ class Compute(NamedTuple):
     @property
     def is_forward(self) -> bool:
         """Whether the microbatch enters the stage."""
-        return self.op[0] == "F"
+        return "F" in PARTS[self.op]
 
     @property
     def gives_gradient(self) -> bool:
         """Whether the input gradient is there afterwards."""
-        return self.op in ("B", "FB", "I", "FI")
+        return "I" in PARTS[self.op]
 
     @property
     def finishes(self) -> bool:
         """Whether the gradients of the weights are there afterwards, and nothing more is to be done at the stage."""
-        return self.op in ("B", "FB", "W")
+        return "W" in PARTS[self.op]
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
@@ -178,9 +186,13 @@ class Schedule:
         """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
         return _ops(self, plan)[s][0]
 
+    def begins_fused(self, plan: Shape, s: int) -> bool:
+        """Whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
+        return PARTS[self.first_op(plan, s)][:2] == "FI"
+
     def fuses(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward and the backward of a microbatch as one program."""
-        return self.first_op(plan, s) == "FB"
+        """Whether stage s runs the forward and the whole backward of a microbatch as one program."""
+        return PARTS[self.first_op(plan, s)] == "FIW"
 
     def splits(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs its backwards in two halves."""

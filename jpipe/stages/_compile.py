@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,14 +17,9 @@ from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
+    COMPUTATIONS,
     AddShared,
     AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardInput,
     Instruction,
     Program,
     SumSquares,
@@ -58,7 +54,8 @@ UpdateKind = Literal["in_place", "into_retired", "into_new"]
 _CHOOSING = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
 """The calls that give arrays for a later call, which XLA shards as it likes: by name what they give, in the order in which they choose."""
 
-_COMPUTATIONS = ("forward", "backward", "forward_backward", "backward_input", "backward_weight", "forward_backward_input")
+_COMPUTATIONS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in COMPUTATIONS.values()}
+"""The call of each computation: `forward`, `backward`, …"""
 
 
 def update_kind(update: Update) -> UpdateKind:
@@ -156,7 +153,7 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
-                    if like is not None and name not in _COMPUTATIONS:
+                    if like is not None and name not in _COMPUTATIONS.values():
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
@@ -253,19 +250,9 @@ def compile_stages(
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     """The computations that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
+    if computation := _COMPUTATIONS.get(type(instruction)):
+        return (computation,)
     match instruction:
-        case Forward():
-            return ("forward",)
-        case Backward():
-            return ("backward",)
-        case ForwardBackward():
-            return ("forward_backward",)
-        case BackwardInput():
-            return ("backward_input",)
-        case BackwardWeight():
-            return ("backward_weight",)
-        case ForwardBackwardInput():
-            return ("forward_backward_input",)
         case AllReduce():
             return "add", "finish"
         case TakeShared():
@@ -359,7 +346,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if name in (*_COMPUTATIONS, *get_args(UpdateKind)):
+    if name in (*_COMPUTATIONS.values(), *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
     if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device

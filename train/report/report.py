@@ -107,7 +107,7 @@ def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
     """
     schedule = jpipe.schedules.SCHEDULES[plan.schedule]
     found = [cost.temporary for cost in costs]
-    if schedule.first_op(plan, plan.depth - 1) in ("FB", "FI"):
+    if schedule.begins_fused(plan, plan.depth - 1):
         found[-1] += costs[-1].inputs + costs[-1].labels
     return [max(found[s] for s in stages) for stages in plan.rank_stages]
 

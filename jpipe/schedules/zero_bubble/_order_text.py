@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from jpipe.schedules._schedule import Compute, Ranks, Shape
+from jpipe.schedules._schedule import PARTS, Compute, Ranks, Shape
 
 _ENTRY = re.compile(r"(FB|FI|F|B|I|W)(\d{1,4})\.(\d{1,9})", re.ASCII)
-_PARTS = {"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"}
-"""What each op does of a forward (F), the backward for inputs (I) and that for weights (W)."""
 _NAMES = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}
 
 
@@ -103,13 +101,13 @@ class _Checks:
         if "F" in op:
             self._check_forward(where, op, s)
         self._check_place(where, op, s, k)
-        self.done.update((part, s) for part in _PARTS[op])
+        self.done.update((part, s) for part in PARTS[op])
         self.held += op[0] == "F"
         if self.limit is not None and self.held > self.limit:
             over = self.held - self.limit
             holds = f"with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}"
             raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
-        self.held -= "W" in _PARTS[op]
+        self.held -= "W" in PARTS[op]
         return Compute(op, s, k)  # type: ignore[arg-type]  # the pattern lets only these ops pass
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
@@ -122,14 +120,14 @@ class _Checks:
 
     def _check_place(self, where: str, op: str, s: int, k: int) -> None:
         """Refuse microbatches out of order, and what comes before that which it needs."""
-        for part in _PARTS[op]:
+        for part in PARTS[op]:
             found = self.done[part, s]
             if found == self.microbatches:
                 raise _WrongOrder(f"{where}: stage {s} has had the {_NAMES[part]} of all {found} microbatches; remove it")
             if k != found:
                 raise _WrongOrder(f"{where}: expected microbatch {found} as the next {_NAMES[part]} of stage {s}, found microbatch {k}")
         for part, needs in (("I", "F"), ("W", "I")):
-            if part in _PARTS[op] and needs not in _PARTS[op] and self.done[needs, s] <= k:
+            if part in PARTS[op] and needs not in PARTS[op] and self.done[needs, s] <= k:
                 raise _WrongOrder(
                     f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
                 )
