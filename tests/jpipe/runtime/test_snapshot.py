@@ -91,6 +91,11 @@ def test_so_it_is_where_updates_wait_for_the_norm(name):
     check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)
 
 
+@pytest.mark.parametrize("fields", [{"schedule": "pipedream", "vertical_sync": True}, {"schedule": "pipedream_2bw"}], ids=["sync", "2bw"])
+def test_so_it_is_where_a_forward_and_the_first_half_of_its_backward_are_one_program(fields):
+    check_restored("early", plan_of({**fields, "split_backward": "early"}), clip_global_norm=3.0)
+
+
 def check_restored(name, plan, **options):
     pipe, batches = pipeline(plan, **options), models.masked_batches(BATCHES, plan.microbatches)
     losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
