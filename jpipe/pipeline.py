@@ -1,5 +1,6 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from jpipe._arguments import (
     checked_metrics,
     given_params,
 )
+from jpipe._interrupts import Results, consume, held_signals
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
@@ -122,6 +124,7 @@ class Pipeline:
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
+        self._results = Results()
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan!r}{self._facts()})"
@@ -285,8 +288,18 @@ class Pipeline:
             InputError: a state that was used already, or a batch unlike those given to `init`.
         """
         check_observer(observe)
-        executor = self._running(state)
-        return executor.step(state, batch, bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), observe)
+        executor, current, carried = self._running(state)
+        bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
+        if self._results.is_of(state, batch, rows):
+            return current, carried
+        data = executor.read(current, batch)
+        try:
+            kept = consume(self._results, state, current, carried, lambda *given: executor.step(given[0], data, bucket, given[1]), observe)
+            result, kept.result = kept.result, None  # from here to the caller's assignment Python lets no signal in
+            return result
+        except BaseException:
+            self._results.note_batch(state, batch, rows)
+            raise
 
     @overload
     def drain(self, state: State, *, observe: Observer | None = ...) -> State: ...
@@ -313,10 +326,15 @@ class Pipeline:
             InputError: a state that was used already.
         """
         check_observer(observe)
-        executor = self._running(state)
-        state, metrics = executor.drain(state, observe)
-        state = executor.average(state)
-        return (state, metrics) if with_metrics else state
+        executor, current, carried = self._running(state)
+
+        def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
+            after, metrics = executor.drain(current, observe)
+            return executor.average(after), metrics
+
+        kept = consume(self._results, state, current, carried, drained, observe)
+        result, kept.result = kept.result, None  # as in `step`
+        return result if with_metrics else result[0]
 
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
@@ -350,9 +368,10 @@ class Pipeline:
             0.75
         """
         check_weights(weights, self.ema_decay)
-        executor, metrics = self._running(state), checked_metrics(metrics)
+        (executor, state, _), metrics = self._running(state), checked_metrics(metrics)
         count = count_microbatches(batch, rows_of(executor.specs[0]))
-        return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
+        with self._undivided():
+            return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
 
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
@@ -370,7 +389,9 @@ class Pipeline:
             InputError: a state that was used already, or weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
-        return self._running(state).params(state, weights)
+        executor, state, _ = self._running(state)
+        with self._undivided():
+            return executor.params(state, weights)
 
     def costs(
         self, batch: Batch, *, compiled_for: jax.Device | None = None, stages: Collection[int] | None = None
@@ -448,15 +469,21 @@ class Pipeline:
         self._executor = executor
         return executor.state(workers, batch, batch)
 
-    def _running(self, state: State) -> Executor:
-        """What runs this state.
+    def _undivided(self) -> contextlib.AbstractContextManager[None]:
+        """In a run of several processes, hold back Ctrl-C in what changes no state, too: other processes wait for all of it."""
+        return contextlib.nullcontext() if self.transfers is None else held_signals()
+
+    def _running(self, state: State) -> tuple[Executor, State, Metrics]:
+        """Return what runs a state, and the state to run with its metrics: those that an interrupted call has made of it, or itself.
 
         Raises:
-            InputError: the state is not of this pipeline, or consumed.
+            InputError: the state is not of this pipeline, or consumed, or lost.
         """
-        check_state(state, None if self._executor is None else self._executor.fingerprint)
+        kept = self._results.unreceived(state) if isinstance(state, State) else None
+        current, carried = kept or (state, Metrics.empty())
+        check_state(current, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
-        return self._executor
+        return self._executor, current, carried
 
 
 def _fresh_worker(

@@ -14,7 +14,7 @@ from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
-from jpipe.runtime._interpreter import Found, Observer, read_data, run
+from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._state import State, WorkerState, fingerprint
@@ -107,11 +107,20 @@ class Executor:
         """The state before `batch` of a pipeline that was last empty before batch `start`, where the last batches were of these buckets."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
-    def step(self, state: State, batch: Batch, bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
-        """Feed one batch, which is of a bucket; see `Pipeline.step`."""
+    def read(self, state: State, batch: Batch) -> Data:
+        """Read the rows of a batch that the workers of this process load in the next step.
+
+        Raises:
+            InputError: as `read_data`; nothing has happened to the state then.
+        """
+        program, _ = self._steps.program(state.batch - state.start, state.batch, False)
+        return read_data(program, self.stages, _on_host(batch), rows_of(self.specs[0]))
+
+    def step(self, state: State, data: Data, bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
+        """Feed one batch, which is of a bucket and was read by `read`; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
         buckets = (*state.buckets, bucket)[-self._steps.in_flight :] if len(self.specs) > 1 else ()
-        workers, found = self._run(program, shift, state.workers, batch, _by_batch(buckets, state.batch + 1), observe)
+        workers, found = self._run(program, shift, state.workers, data, _by_batch(buckets, state.batch + 1), observe)
         is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
         start = state.batch + 1 if is_empty else state.start
         return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, found)
@@ -121,7 +130,7 @@ class Executor:
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, found = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), observe)
+        workers, found = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), observe)
         return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
 
     def drained_copy(self, state: State) -> State:
@@ -130,7 +139,7 @@ class Executor:
         if state.start == state.batch:
             return state
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, _ = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), None)
+        workers, _ = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), None)
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
@@ -212,12 +221,11 @@ class Executor:
         program: Program,
         shift: int,
         workers: Sequence[WorkerState],
-        batch: Batch | None,
+        data: Data,
         buckets: Callable[[int], int],
         observe: Observer | None,
     ) -> tuple[Iterable[WorkerState], Found]:
         states = dict(zip(self.stages, workers, strict=True))
-        data = read_data(program, states, {} if batch is None else _on_host(batch), rows_of(self.specs[0]))
         left, found = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
         return left.values(), found
 

@@ -14,7 +14,6 @@ from jpipe.programs._instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Data,
     Evaluate,
     Forward,
     ForwardBackward,
@@ -54,6 +53,8 @@ class Event(NamedTuple):
 
 
 Observer = Callable[[Event], None]
+Data = dict[tuple[str, int], Tree]
+"""What workers load, by name (inputs or labels) and microbatch."""
 
 
 class Found(NamedTuple):
@@ -77,7 +78,7 @@ def run(
     buckets: Callable[[int], int],
     states: Mapping[int, WorkerState],
     transport: Transport,
-    data: dict[tuple[Data, int], Tree],
+    data: Data,
     observe: Observer | None = None,
 ) -> tuple[dict[int, WorkerState], Found]:
     """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
@@ -97,24 +98,28 @@ def run(
     """
     plan, found = program.plan, Found({}, {}, {})
     workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
-    for instruction in program.instructions:
-        worker = workers.get(instruction.worker)
-        if worker is None:
-            continue
-        if type(instruction) is Load:
-            worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
-        elif type(instruction) is AllReduce:
-            for w, total in worker.all_reduce(instruction).items():
-                workers[w].take_sum(instruction, total)
-        else:
-            _METHODS[type(instruction)](worker, instruction)
-        if observe is not None:
-            observe(Event(shifted(instruction, plan, shift), worker.done, worker.held.state()))
-            worker.done = None
+    try:
+        for instruction in program.instructions:
+            worker = workers.get(instruction.worker)
+            if worker is None:
+                continue
+            if type(instruction) is Load:
+                worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
+            elif type(instruction) is AllReduce:
+                for w, total in worker.all_reduce(instruction).items():
+                    workers[w].take_sum(instruction, total)
+            else:
+                _METHODS[type(instruction)](worker, instruction)
+            if observe is not None:
+                observe(Event(shifted(instruction, plan, shift), worker.done, worker.held.state()))
+                worker.done = None
+    except BaseException:
+        transport.forget()
+        raise
     return {w: worker.held.state() for w, worker in workers.items()}, found
 
 
-def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> dict[tuple[Data, int], Tree]:
+def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> Data:
     """Read all rows that these workers load in the program. Reading may fail, so it comes before the run, which consumes its states.
 
     Args:
@@ -126,7 +131,7 @@ def read_data(program: Program, workers: Container[int], batches: dict[str, Tree
     Raises:
         InputError: a part of a batch has other rows than its shape and dtype say.
     """
-    found: dict[tuple[Data, int], Tree] = {}
+    found: Data = {}
     for i in program.instructions:
         if type(i) is Load and i.worker in workers:
             row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each

@@ -83,7 +83,7 @@ class WorkerState:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # two states are one only if they are the same object
 class State:
     """The state of a run, a pytree: `Pipeline.step` consumes one and returns the next.
 
@@ -161,8 +161,13 @@ def check_state(state: State, own: Fingerprint | None) -> None:
             f"state: another pipeline made it: {_difference(state.made_by, own)}; "
             "make one with init, or take a snapshot of the other run and restore it here"
         )
-    if any(_is_used_up(worker) for worker in state.workers):
+    if is_consumed(state):
         raise InputError("state: step or drain has already consumed it; go on with the state that call returned")
+
+
+def is_consumed(state: State) -> bool:
+    """Return whether a step or drain has taken arrays of the state."""
+    return any(map(_is_used_up, state.workers))
 
 
 def _shapes(tree: Tree) -> str:

@@ -164,6 +164,11 @@ class Transport:
         for pair, pieces in self._routes[key].cut(tree).items():
             self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
 
+    def forget(self) -> None:
+        """Let go of what was sent inside this process and will not be received: the program that sent it has failed."""
+        self._mailbox.clear()
+        self._parts.clear()
+
     def receive(self, i: Receive, k: int, bucket: int = 0) -> Tree:
         """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
         Transport.calls += 1

@@ -1,0 +1,193 @@
+"""Ctrl-C while a state is consumed: signals wait until the result is there, and a result that its caller never received is kept."""
+
+import contextlib
+import hashlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+
+from jpipe.errors import InputError
+from jpipe.runtime._interpreter import Event, Observer
+from jpipe.runtime._metrics import Metrics
+from jpipe.runtime._state import State, is_consumed
+from jpipe.runtime._transport import to_host
+
+Tree = Any
+
+_HELD = signal.SIGINT, signal.SIGTERM
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. A second one of a kind is delivered at once.
+
+    This concerns signals that a Python function handles, and only the main thread: Python runs these functions nowhere else.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if any(number == earlier for earlier, _ in received):
+            received.clear()
+            handlers[signal.Signals(number)](number, frame)
+        else:
+            received.append((number, frame))
+
+    def restore(number: signal.Signals) -> None:
+        if number in handlers and signal.getsignal(number) is hold:
+            signal.signal(number, handlers[number])
+
+    # Each handler may raise as soon as it is in place again: hence one block for each.
+    try:
+        try:
+            try:
+                for number in handlers:
+                    signal.signal(number, hold)
+                yield
+            finally:
+                restore(signal.SIGTERM)
+        finally:
+            restore(signal.SIGINT)
+    finally:
+        for number, frame in received:
+            handlers[signal.Signals(number)](number, frame)
+
+
+class FailedLater:
+    """An observer that calls another one until it fails, and keeps its error: by then the step has to be completed.
+
+    Attributes:
+        error: what the observer raised, if it did.
+    """
+
+    def __init__(self, observe: Observer) -> None:
+        self._observe = observe
+        self.error: BaseException | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.error is None:
+            try:
+                self._observe(event)
+            except BaseException as error:
+                self.error = error
+
+
+class Kept:
+    """What became of a state that a call consumed.
+
+    Attributes:
+        result: the next state and the metrics, until the caller has received them.
+        error: why there is no next state, or "".
+        batch: the digest of the batch that the call was given, if it is known.
+    """
+
+    def __init__(self, result: tuple[State, Metrics] | None, error: str = "") -> None:
+        self.result, self.error = result, error
+        self.batch: bytes | None = None
+
+
+class Results:
+    """The results of calls that consumed a state, as long as the caller holds that state: it may never have received the next one."""
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[State, Kept] = WeakKeyDictionary()
+
+    def keep(self, state: State, result: tuple[State, Metrics]) -> Kept:
+        """Keep the result of a call that consumed a state. Set `Kept.result` to None in the moment of the return."""
+        kept = Kept(result)
+        if result[0] is not state:  # it is where nothing was in flight
+            self._kept[state] = kept
+        return kept
+
+    def lose(self, state: State, error: BaseException) -> None:
+        """Remember why a consumed state has no next one."""
+        first, *_ = str(error).splitlines() or [""]
+        shown = type(error).__name__ + (f" ({first[:200]})" if first else "")
+        self._kept[state] = Kept(
+            None,
+            f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
+            "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init",
+        )
+
+    def unreceived(self, state: State) -> tuple[State, Metrics] | None:
+        """Return the result of the call that consumed the state, if its caller has not received it.
+
+        Raises:
+            InputError: that call failed, and there is none.
+        """
+        kept = self._kept.get(state)
+        if kept is not None and kept.error:
+            raise InputError(kept.error)
+        return None if kept is None else kept.result
+
+    def note_batch(self, state: State, batch: Tree, rows: int) -> None:
+        """Remember which batch was given to an interrupted step, by its content: the caller may write another one into its memory.
+
+        Args:
+            state: that the step consumed.
+            batch: as given.
+            rows: how many of them to read at once.
+        """
+        kept = self._kept.get(state)
+        if kept is not None and kept.result is not None and kept.batch is None:
+            with contextlib.suppress(Exception), held_signals():
+                kept.batch = _digest(batch, rows)
+
+    def is_of(self, state: State, batch: Tree, rows: int) -> bool:
+        """Return whether the state has an unreceived result of a step that was given this batch."""
+        kept = self._kept.get(state)
+        return kept is not None and kept.result is not None and kept.batch is not None and kept.batch == _digest(batch, rows)
+
+
+def merged(first: Metrics, second: Metrics) -> Metrics:
+    """Return the metrics of two calls, one after the other, as those of one."""
+    return Metrics(*(one | other for one, other in zip(first, second, strict=True)))
+
+
+def _digest(batch: Tree, rows: int) -> bytes:
+    found = hashlib.blake2b()
+    for path, leaf in jax.tree.leaves_with_path(to_host(batch)):
+        found.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        for start in range(0, leaf.shape[0], rows):
+            found.update(np.ascontiguousarray(leaf[start : start + rows]).reshape(-1).view(np.uint8).data)
+    return found.digest()
+
+
+_Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
+
+
+def consume(results: Results, given: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None) -> Kept:
+    """Run a call that consumes a state, to its end whatever happens meanwhile, and keep the result.
+
+    Args:
+        results: keeps it.
+        given: the state that the caller has.
+        current: the state to consume: the same, or that which a call before made of it.
+        carried: the metrics of that call.
+        call: consumes the state, calls the observer and gives the next state and metrics.
+        observe: the caller's observer.
+
+    Raises:
+        BaseException: a signal that came meanwhile, or what the observer raised, when the result is kept; or what the call raised.
+    """
+    observer = None if observe is None else FailedLater(observe)
+    with held_signals():
+        try:
+            state, metrics = call(current, observer)
+        except BaseException as error:
+            if is_consumed(current):
+                results.lose(given, error)
+            raise
+        kept = results.keep(given, (state, merged(carried, metrics)))
+        if observer is not None and observer.error is not None:
+            raise observer.error
+    return kept
