@@ -5,9 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-)
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Primitives that only run their body."""
 
 

@@ -18,22 +18,24 @@ UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
 """Names of arguments and results for messages: there are none."""
 
 
-def without_effects(function: Callable[..., Tree], made_up: Sequence[bool]) -> Callable[..., Tree]:
+def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | None = None) -> Callable[..., Tree]:
     """Return the function without the side effects that would see made-up values, unless one of its results needs them.
 
     Args:
         function: of pytrees of arrays.
-        made_up: for each argument whether its values are made up. A side effect stays where it depends on none of these.
+        made_up: for each argument whether its values are made up. A side effect stays where it depends on none of these. By default none
+            stays.
     """
 
-    def real(*arguments: Tree) -> Tree:
+    def quiet(*arguments: Tree) -> Tree:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)
         leaves, treedef = jax.tree.flatten(outputs)
-        marks = [own for tree, own in zip(arguments, made_up, strict=True) for _ in jax.tree.leaves(tree)]
+        trees = None if made_up is None else zip(arguments, made_up, strict=True)
+        marks = None if trees is None else [own for tree, own in trees for _ in jax.tree.leaves(tree)]
         found = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
         return jax.tree.unflatten(treedef, found)
 
-    return real
+    return quiet
 
 
 def evaluate_wanted(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -277,7 +278,26 @@ class StageFunctions:
     @cached_property
     def residuals(self) -> Residuals:
         """What the backward gets from the forward."""
-        return find_residuals(self._linearize, self.specs.params, self.specs.arguments, self.specs.rng)
+
+        def message(error: BaseException) -> str:
+            return (
+                f"{self.words}: it cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or leave out what is named"
+            )
+
+        with callers_code(message) if self.stage.recompute != "none" else nullcontext():
+            return find_residuals(self._linearize, self.specs.params, self.specs.arguments, self.specs.rng)
+
+    @property
+    def repeated_effects(self) -> str:
+        """Where in the stage the backward repeats side effects of the forward, for messages; empty if it does not."""
+        return self.words if self.stage.recompute != "none" and self.residuals.has_effects else ""
+
+    @property
+    def words(self) -> str:
+        """The layers with side effects, for messages; or else the stage."""
+        layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
+        names = ", ".join(f"'{layer_id}'" for layer_id in layers)
+        return f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
 
     @cached_property
     def optimizer_spec(self) -> Tree:
@@ -448,11 +468,8 @@ class StageFunctions:
         try:
             return split(backward, specs, in_first, free)
         except NotSplittable as error:
-            layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
-            names = ", ".join(f"'{layer_id}'" for layer_id in layers)
-            where = f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
             warnings.warn(
-                f"{where}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
+                f"{self.words}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
                 stacklevel=2,
             )
             return undivided(backward, specs, in_first)
@@ -584,7 +601,10 @@ def with_effects(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> list[str
     """The layers whose forward or backward has side effects."""
 
     def backward(layer_id: str, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
-        y, vjp = jax.vjp(lambda params: floats_of(stack.layers[layer_id].apply(params, state, x, key, True)[0]), params)
+        def forward(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
+            return floats_of(stack.layers[layer_id].apply(params, state, with_floats(x, floats), key, True)[0])
+
+        y, vjp = jax.vjp(forward, params, floats_of(x))
         return vjp(jax.tree.map(jnp.ones_like, y))
 
     return [

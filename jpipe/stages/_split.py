@@ -10,7 +10,7 @@ bias, say) go into the stash.
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ _CHEAP = {
     *("tanh", "transpose", "xor", "erf_inv", "random_wrap", "random_unwrap"),
 }
 """Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
+
 
 class NotSplittable(ValueError):
     """A backward that has side effects, which must happen once and in order."""
