@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, overload
@@ -47,6 +48,8 @@ from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of, with_shares
 
 Tree = Any
+
+_LOG = logging.getLogger("jpipe")
 
 
 class Pipeline:
@@ -461,6 +464,12 @@ class Pipeline:
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
         check_buckets(buckets)
+        for where in filter(None, (f.repeated_effects for f in buckets[0].functions if jax.process_index() == 0)):
+            _LOG.warning(
+                "%s: recomputation runs its side effects (host callbacks, prints) once more in each backward; with recompute 'none' they "
+                "run once",
+                where,
+            )
         return Executor(self.plan, self._steps, buckets, self.places, join_processes())
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:

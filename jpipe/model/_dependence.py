@@ -1,22 +1,55 @@
-"""Which outputs of a traced computation depend on which of its inputs."""
+"""Which outputs of a traced computation depend on which of its inputs, or on a host callback."""
 
 import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+"""Primitives that only run their body."""
 
-def reached(jaxpr: Any, marks: Sequence[int]) -> list[int]:
-    """For each output of a jaxpr the union of the marks (sets as bits of an int) of all inputs that it depends on.
 
-    Looks into nested calls, loops and branches; what it does not know depends on everything that goes in.
+def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
+    """Return for each output of a jaxpr the union of the marks (sets as bits of an int) of all inputs that it depends on.
+
+    It looks into nested calls, loops and branches; what it does not know depends on everything that goes in.
+
+    Args:
+        jaxpr: the computation.
+        marks: of its inputs.
+        host: the mark of what has side effects or comes from a host callback. With it, what is not a call or a scan is one piece, as it
+            is for `evaluate_wanted`: each of its results depends on everything that goes in.
     """
     found = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
         into = [0 if is_literal(var) else found.get(var, 0) for var in equation.invars]
-        if any(into):
-            found.update((var, mark) for var, mark in zip(equation.outvars, _through(equation, into), strict=True) if mark)
+        if host or any(into):
+            found.update((var, mark) for var, mark in zip(equation.outvars, through(equation, into, host), strict=True) if mark)
     return [0 if is_literal(var) else found.get(var, 0) for var in jaxpr.outvars]
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Return whether a computation has side effects or calls back to the host, in whatever is nested in it too."""
+    return any(_calls_host(equation) for equation in jaxpr.eqns)
+
+
+def _calls_host(equation: Any) -> bool:
+    if equation.effects or "callback" in equation.primitive.name:
+        return True
+    values = (value if isinstance(value, tuple | list) else (value,) for value in equation.params.values())
+    bodies = (getattr(item, "jaxpr", item) for items in values for item in items)
+    return any(hasattr(body, "eqns") and calls_host(body) for body in bodies)
+
+
+def body_of(equation: Any) -> tuple[Any, Sequence[Any]]:
+    """Return (jaxpr, constants) inside an equation, if there is one."""
+    found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return getattr(found, "jaxpr", found), getattr(found, "consts", ())
+
+
+def is_call(equation: Any) -> bool:
+    """Return whether an equation only runs its body."""
+    return equation.primitive.name in CALLS and len(getattr(body_of(equation)[0], "invars", ())) == len(equation.invars)
 
 
 def is_literal(var: Any) -> bool:
@@ -24,16 +57,21 @@ def is_literal(var: Any) -> bool:
     return hasattr(var, "val")
 
 
-def _through(equation: Any, into: list[int]) -> list[int]:
-    """The marks of an equation's outputs."""
+def through(equation: Any, into: list[int], host: int = 0) -> list[int]:
+    """Return the marks of an equation's outputs; the arguments are as in `reached`."""
     name, params = equation.primitive.name, equation.params
+    body, _ = body_of(equation)
+    if host:
+        if is_call(equation):
+            return reached(body, into, host)
+        if name == "scan":
+            return _through_scan(body, into, *scan_parts(equation, body), host)
+        return [_union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
     if name == "cond":
         branches = [reached(branch.jaxpr, into[1:]) for branch in params["branches"]]
         return [into[0] | _union(marks) for marks in zip(*branches, strict=True)]
     if name == "while":
         return _through_while(params, into)
-    body = params.get("jaxpr", params.get("call_jaxpr"))
-    body = getattr(body, "jaxpr", body)
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
         return [_union(into)] * len(equation.outvars)
     if name == "scan":
@@ -55,11 +93,11 @@ def _through_while(params: Any, into: list[int]) -> list[int]:
         carried = fed_back
 
 
-def _through_scan(body: Any, into: list[int], consts: int, carry: int) -> list[int]:
+def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0) -> list[int]:
     """The body is given back what it carries, until no more is reached."""
     into = list(into)
     while True:
-        results = reached(body, into)
+        results = reached(body, into, host)
         fed_back = [old | new for old, new in zip(into[consts : consts + carry], results[:carry], strict=True)]
         if fed_back == into[consts : consts + carry]:
             return [*fed_back, *results[carry:]]

@@ -17,6 +17,7 @@ from jpipe.model._dependence import reached
 from jpipe.model._precision import wider
 from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model._transformation import instead_of, unfit_mask
+from jpipe.model._wanted import without_effects
 
 Tree = Any
 
@@ -286,7 +287,10 @@ class _Run:
             updates, state = transformation.update(gradients, state, params)
             return updates, state, optax.apply_updates(params, updates)
 
-        self._params, self._state = params, transformation.init(params)
+        init = (
+            transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
+        )
+        self._params, self._state = params, init(params)
         self._update = _prepared(update, params, self._state, params)
 
     def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
@@ -296,8 +300,13 @@ class _Run:
 
 
 def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
-    """The function traced once, then run operation by operation: for a few tiny steps far quicker than compiling, unless it loops."""
+    """The function traced once, then run operation by operation: for a few tiny steps far quicker than compiling, unless it loops.
+
+    Host callbacks are left out: the steps' values are made up.
+    """
     closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    if closed.effects:
+        closed = jax.make_jaxpr(without_effects(function))(*arguments)
     run = jaxpr_as_fun(closed)
     if re.search(r"\b(while|scan|cond)\[", str(closed)):
         run = jax.jit(run)

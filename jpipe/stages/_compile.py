@@ -12,9 +12,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
+from jpipe.model._wanted import without_effects
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     COMPUTATIONS,
@@ -313,18 +315,33 @@ def _compile_side_by_side(
         return list(pool.map(lambda call: call.compile(chosen), lowered))
 
 
-def _initializer(layer: Layer, x: Tree) -> Callable[[jax.Array], tuple[Tree, Tree]]:
-    return lambda key: layer.init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
+def _initializer(init: Callable[[jax.Array, Tree], tuple[Tree, Tree]], x: Tree) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+    return lambda key: init(key, jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), x))
 
 
 def _lower_initializer(layer: Layer, x: Tree, device: jax.Device) -> jax.stages.Lowered:
-    return jax.jit(_initializer(layer, x)).lower(Place((device,)).specs(key_spec()))
+    key = Place((device,)).specs(key_spec())
+    traced = jax.jit(_initializer(layer.init, x)).trace(key)
+    if traced.jaxpr.effects:  # a Linen module runs its forward on the zeros
+        traced = jax.jit(_initializer(without_effects(layer.init, (False, True)), x)).trace(key)
+    return traced.lower()
 
 
 def _lower_call(
     functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]], share: Share | None
 ) -> jax.stages.Lowered:
-    return trace_call(functions, place, name, counts, chosen, share).lower()
+    traced = trace_call(functions, place, name, counts, chosen, share)
+    if not (place.mesh and traced.jaxpr.effects):
+        return traced.lower()
+
+    def message(error: BaseException) -> str:
+        return (
+            f"{functions.words}: a side effect of it cannot run on a mesh: {cause(error)}; make it unordered (ordered=False), or give the "
+            "stage one device"
+        )
+
+    with callers_code(message):
+        return traced.lower()
 
 
 def trace_call(
@@ -334,6 +351,8 @@ def trace_call(
     counts: Sequence[int] = (),
     chosen: Mapping[str, Sequence[Any]] | None = None,
     share: Share | None = None,
+    *,
+    with_effects: bool = True,
 ) -> jax.stages.Traced:
     """One of the calls of a `CompiledStage`, by name, traced for a place.
 
@@ -343,6 +362,7 @@ def trace_call(
         name: of the call.
         counts: the number of entries that each stage counts in the norm.
         chosen, share: as in `Arrays`.
+        with_effects: whether with side effects, such as host callbacks, that no result needs.
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
@@ -351,7 +371,10 @@ def trace_call(
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
     if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
         options["out_shardings"] = shardings_of(outputs)
-    return jax.jit(function, **options).trace(*call.inputs)
+    traced = jax.jit(function, **options).trace(*call.inputs)
+    if with_effects or not traced.jaxpr.effects:
+        return traced
+    return jax.jit(without_effects(function), **options).trace(*call.inputs)
 
 
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
-from jpipe.stages._residuals import Residuals, find_residuals, restore_leaves
+from jpipe.stages._residuals import Residuals, find_residuals
 from jpipe.stages._split import Halves, NotSplittable, split, undivided
 
 Tree = Any
@@ -103,14 +104,14 @@ class StageFunctions:
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """(y, new state, arrays saved for the backward)."""
-        (y, new_state), leaves = self._linearized_leaves(params, (state, x, labels), rng)
-        return y, new_state, self.residuals.saved(leaves)
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        return y, new_state, self.residuals.saved(jax.tree.leaves(vjp))
 
     def backward(
         self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """(gradient message for the stage before, accumulators with this microbatch added)."""
-        return self._pull_back(self._restored_vjp(params, kept, saved, rng), message, accumulators, scale)
+        return self._pull_back(self.residuals.vjp(params, rng, kept, saved), message, accumulators, scale)
 
     def backward_input(
         self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -163,17 +164,6 @@ class StageFunctions:
         kept = self.residuals.keep(arguments, (y, new_state))
         others = 0  # in the place of an array that is not read; a None would not be a leaf
         return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
-
-    def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
-        """The VJP of a forward from its residuals."""
-        blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
-        leaves, treedef = jax.tree.flatten(blank)
-        for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
-            leaves[position] = leaf
-        # Traced a second time for the leaves that depend only on the weights; XLA removes the rest of this forward.
-        _, vjp = self._linearize(params, jax.tree.unflatten(treedef, leaves), rng)
-        vjp_leaves, vjp_treedef = jax.tree.flatten(vjp)
-        return jax.tree.unflatten(vjp_treedef, restore_leaves(self.residuals, vjp_leaves, kept, saved))
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -288,7 +278,26 @@ class StageFunctions:
     @cached_property
     def residuals(self) -> Residuals:
         """What the backward gets from the forward."""
-        return find_residuals(self._linearized_leaves, self.specs.params, self.specs.arguments, self.specs.rng)
+
+        def message(error: BaseException) -> str:
+            return (
+                f"{self.words}: it cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or leave out what is named"
+            )
+
+        with callers_code(message) if self.stage.recompute != "none" else nullcontext():
+            return find_residuals(self._linearize, self.specs.params, self.specs.arguments, self.specs.rng)
+
+    @property
+    def repeated_effects(self) -> str:
+        """Where in the stage the backward repeats side effects of the forward, for messages; empty if it does not."""
+        return self.words if self.stage.recompute != "none" and self.residuals.has_effects else ""
+
+    @property
+    def words(self) -> str:
+        """The layers with side effects, for messages; or else the stage."""
+        layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
+        names = ", ".join(f"'{layer_id}'" for layer_id in layers)
+        return f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
 
     @cached_property
     def optimizer_spec(self) -> Tree:
@@ -394,12 +403,6 @@ class StageFunctions:
         params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
 
-    def _linearized_leaves(
-        self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]
-    ) -> tuple[tuple[Tree, Tree], list[Any]]:
-        outputs, vjp = self._linearize(params, arguments, rng)
-        return outputs, jax.tree.leaves(vjp)
-
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: (gradient message for the stage before, new accumulators)."""
         gradients, x_gradient = self._cotangents(vjp, message, scale)
@@ -454,7 +457,7 @@ class StageFunctions:
 
         def backward(*leaves: Any) -> list[Any]:
             params, kept, saved, message, rng, scale = jax.tree.unflatten(treedef, leaves)
-            gradients, x_gradient = self._cotangents(self._restored_vjp(params, kept, saved, rng), message, scale)
+            gradients, x_gradient = self._cotangents(self.residuals.vjp(params, rng, kept, saved), message, scale)
             return [*x_gradient, *jax.tree.leaves(gradients)]
 
         inputs = 0 if self.first else len(floats_of(self.specs.x))
@@ -465,11 +468,8 @@ class StageFunctions:
         try:
             return split(backward, specs, in_first, free)
         except NotSplittable as error:
-            layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
-            names = ", ".join(f"'{layer_id}'" for layer_id in layers)
-            where = f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
             warnings.warn(
-                f"{where}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
+                f"{self.words}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
                 stacklevel=2,
             )
             return undivided(backward, specs, in_first)
@@ -601,7 +601,10 @@ def with_effects(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> list[str
     """The layers whose forward or backward has side effects."""
 
     def backward(layer_id: str, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
-        y, vjp = jax.vjp(lambda params: floats_of(stack.layers[layer_id].apply(params, state, x, key, True)[0]), params)
+        def forward(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
+            return floats_of(stack.layers[layer_id].apply(params, state, with_floats(x, floats), key, True)[0])
+
+        y, vjp = jax.vjp(forward, params, floats_of(x))
         return vjp(jax.tree.map(jnp.ones_like, y))
 
     return [

@@ -6,9 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jpipe.model._dependence import is_literal, reached
+from jpipe.model._dependence import calls_host, is_literal, reached
+from jpipe.model._wanted import evaluate_wanted
 
 Tree = Any
+
+_WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # what a leaf depends on
 
 
 class Source(NamedTuple):
@@ -25,11 +28,20 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """For one stage, the source of each leaf of its VJP, and which arguments and outputs are kept until the backward."""
+    """For one stage, where its backward finds the VJP of a forward.
+
+    Attributes:
+        sources: of each leaf of the VJP.
+        arguments, outputs: which of the forward are kept until the backward.
+        forward: the traced forward, of (weights, arguments, rng), whose last results are the leaves of the VJP.
+        treedef: the structure of the VJP.
+    """
 
     sources: tuple[Source, ...]
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
+    forward: Any
+    treedef: Any
 
     @property
     def count(self) -> int:
@@ -56,29 +68,52 @@ class Residuals:
             kept_outputs = tuple(leaves[i] for i in self.outputs)
         return kept_arguments, kept_outputs
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether the forward has side effects or calls back to the host."""
+        return calls_host(self.forward.jaxpr)
 
-def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
-    """Trace `forward(params, arguments, rng) -> (outputs, vjp leaves)` on specs and decide the source of every VJP leaf.
+    def vjp(self, params: Tree, rng: Tree, kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
+        """The VJP of a forward. Of the forward only what depends on weights alone is computed again, and no side effects."""
+        jaxpr = self.forward.jaxpr
+        given, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
+        arguments = [*given, *[None] * (len(jaxpr.invars) - len(given) - len(drawn)), *drawn]
+        others = len(jaxpr.outvars) - len(self.sources)
+        wanted = [*[False] * others, *(source.kind == "weights" for source in self.sources)]
+        again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[others:]
+        found: dict[str, Any] = {
+            "argument": dict(zip(self.arguments, kept[0], strict=True)),
+            "output": dict(zip(self.outputs, kept[1], strict=True)),
+            "saved": saved,
+        }
+        leaves = [
+            leaf if source.kind == "weights" else found[source.kind][source.position]
+            for leaf, source in zip(again, self.sources, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
+    """Trace `forward(params, arguments, rng) -> (outputs, vjp)` on specs and decide the source of every leaf of the VJP.
 
     `jax.vjp` alone would keep the weights, and cast or masked copies of them, once per microbatch. So a leaf that depends on weights but
-    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more. `rng`
-    is (microbatch, key) or Nones; the backward gets it, too.
+    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more, and one
+    that a host callback had a part in is saved, because the callback is called once. `rng` is (microbatch, key) or Nones; the backward
+    gets it, too.
     """
-    closed = jax.make_jaxpr(forward)(params, arguments, rng)
+    closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(params, arguments, rng)
     jaxpr = closed.jaxpr
     count = [len(jax.tree.leaves(part)) for part in (params, arguments, rng)]
-    by_arguments = reached(jaxpr, [0] * count[0] + [1] * count[1] + [0] * count[2])
-    by_weights = reached(jaxpr, [1] * count[0] + [0] * (count[1] + count[2]))
-    by_draw = reached(jaxpr, [0] * (count[0] + count[1]) + [1] * count[2])
+    marks = reached(jaxpr, [_WEIGHTS] * count[0] + [_ARGUMENTS] * count[1] + [_RNG] * count[2], _HOST)
     argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
     draws = set(jaxpr.invars[count[0] + count[1] :])
-    leaves_from = len(jax.tree.leaves(jax.eval_shape(forward, params, arguments, rng)[0]))
+    leaves_from = len(jax.tree.leaves(outputs))
     output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not is_literal(var)}
     saved: dict[Any, int] = {}
     sources = []
-    for i, var in enumerate(jaxpr.outvars[leaves_from:], start=leaves_from):
-        only_drawn = by_draw[i] and not by_weights[i]
-        if is_literal(var) or var in draws or not (by_arguments[i] or only_drawn):
+    for var, mark in zip(jaxpr.outvars[leaves_from:], marks[leaves_from:], strict=True):
+        only_drawn = mark & (_WEIGHTS | _RNG) == _RNG
+        if is_literal(var) or var in draws or not (mark & (_ARGUMENTS | _HOST) or only_drawn):
             sources.append(Source("weights"))
         elif var in argument_of:
             sources.append(Source("argument", argument_of[var]))
@@ -88,17 +123,4 @@ def find_residuals(forward: Callable[..., tuple[Tree, list[Any]]], params: Tree,
             sources.append(Source("saved", saved.setdefault(var, len(saved))))
     arguments_kept = tuple(sorted({s.position for s in sources if s.kind == "argument"}))
     outputs_kept = tuple(sorted({s.position for s in sources if s.kind == "output"}))
-    return Residuals(tuple(sources), arguments_kept, outputs_kept)
-
-
-def restore_leaves(
-    residuals: Residuals, leaves: Sequence[Any], kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]
-) -> list[Any]:
-    """The VJP's leaves for the backward: those of source `weights` from `leaves`, traced again, the others from the forward."""
-    arguments = dict(zip(residuals.arguments, kept[0], strict=True))
-    outputs = dict(zip(residuals.outputs, kept[1], strict=True))
-    found: dict[str, Any] = {"argument": arguments, "output": outputs, "saved": saved}
-    return [
-        leaf if source.kind == "weights" else found[source.kind][source.position]
-        for leaf, source in zip(leaves, residuals.sources, strict=True)
-    ]
+    return Residuals(tuple(sources), arguments_kept, outputs_kept, closed, jax.tree.structure(vjp))

@@ -10,7 +10,7 @@ bias, say) go into the stash.
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,9 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jpipe.model._dependence import is_literal, scan_parts
+from jpipe.model._dependence import body_of, is_call, is_literal, scan_parts
+from jpipe.model._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
 from jpipe.stages._min_cut import cheapest_cut
-
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-"""Primitives whose body is written out."""
 
 _CHEAP = {
     *("abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy"),
@@ -33,9 +31,6 @@ _CHEAP = {
     *("tanh", "transpose", "xor", "erf_inv", "random_wrap", "random_unwrap"),
 }
 """Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
-
-_UNKNOWN = jex.DebugInfo("split backward", "<unknown>", None, None)
-"""Names of arguments and results for messages: there are none."""
 
 
 class NotSplittable(ValueError):
@@ -112,8 +107,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], repla
 
 
 def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
-    body, consts = _body(equation)
-    if equation.primitive.name in _CALLS and len(body.invars) == len(inputs):
+    body, consts = body_of(equation)
+    if is_call(equation):
         return _evaluate(body, consts, inputs, {})
     if equation.primitive.name == "scan":
         count, carried = scan_parts(equation, body)
@@ -122,63 +117,9 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
             results = _evaluate(body, consts, [*inputs[:count], *carry, *x], {})
             return tuple(results[:carried]), tuple(results[carried:])
 
-        carry, stacked = _scan(equation, step, inputs[count : count + carried], tuple(inputs[count + carried :]))
+        carry, stacked = scan_like(equation, step, inputs[count : count + carried], tuple(inputs[count + carried :]))
         return [*carry, *stacked]
-    return _bind(equation, inputs)
-
-
-def _scan(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
-    """A scan as long, in the same direction, as that of an equation."""
-    return jax.lax.scan(step, tuple(carry), xs, **{name: equation.params[name] for name in ("length", "reverse", "unroll")})
-
-
-def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
-    """The results of one equation; None for those that nobody reads. By way of a jaxpr: how to bind differs between JAX versions."""
-    given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
-    read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
-    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, _UNKNOWN)
-    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
-    return [results.get(var) for var in equation.outvars]
-
-
-def _body(equation: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, constants) inside an equation, if there is one."""
-    found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(found, "jaxpr", found), getattr(found, "consts", ())
-
-
-# What is needed --------------------------------------------------------------------------------------------------------
-
-
-def _needed(jaxpr: Any, wanted: Iterable[Any], given: Collection[Any] = (), *, inside: bool = False) -> tuple[set[Any], list[int]]:
-    """(variables, numbers of equations in order) that are needed for the wanted variables, where some variables are given.
-
-    A scan needs all that goes into it, or with `inside` only what its wanted results depend on.
-    """
-    needed, numbers = {var for var in wanted if not is_literal(var)}, []
-    for number in reversed(range(len(jaxpr.eqns))):
-        equation = jaxpr.eqns[number]
-        results = [var in needed and var not in given for var in equation.outvars]
-        if any(results):
-            numbers.append(number)
-            looks = inside and equation.primitive.name == "scan"
-            inputs = _scan_needs(equation, results)[1] if looks else [True] * len(equation.invars)
-            needed.update(var for var, used in zip(equation.invars, inputs, strict=True) if used and not is_literal(var))
-    return needed, numbers[::-1]
-
-
-def _scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """For wanted results of a scan: which of its results must be computed for them, and which inputs that takes."""
-    body, _ = _body(equation)
-    count, carried = scan_parts(equation, body)
-    results = list(results)
-    while True:
-        needed, _ = _needed(body, [var for var, wanted in zip(body.outvars, results, strict=True) if wanted], inside=True)
-        inputs = [var in needed for var in body.invars]
-        fed_back = [a or b for a, b in zip(results[:carried], inputs[count : count + carried], strict=True)]
-        if fed_back == results[:carried]:
-            return results, inputs
-        results[:carried] = fed_back
+    return bind(equation, inputs)
 
 
 # Scans -----------------------------------------------------------------------------------------------------------------
@@ -188,13 +129,13 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
     """The same jaxpr with two scans in place of each scan that both halves need."""
     jaxpr, replaced = closed.jaxpr, {}
     first, second = (
-        _needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
+        needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
         for half in (True, False)
     )
     for number, equation in enumerate(jaxpr.eqns):
         if equation.primitive.name == "scan":
             for_first, for_second = ([var in half for var in equation.outvars] for half in (first, second))
-            results, _ = _scan_needs(equation, for_first)
+            results, _ = scan_needs(equation, for_first)
             if any(for_first) and any(wanted and not own for wanted, own in zip(for_second, results, strict=True)):
                 replaced[number] = _two_scans(equation, results)
     if not replaced:
@@ -205,7 +146,7 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
 
 def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
     """Two scans in place of one: the first makes these results, and stacks what the second needs of it; the second makes the others."""
-    body, consts = _body(equation)
+    body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     free = [i < count for i in range(len(body.invars))]
     closed = _with_scans_cut(jex.ClosedJaxpr(body, consts), in_first, free)
@@ -225,7 +166,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
             split_at = len(carry_of_first)
             return tuple(results[:split_at]), (results[split_at:], stash, [arguments[i] for i in stacked])
 
-        carry, (ys, stash, kept) = _scan(equation, first, [start[i] for i in carry_of_first], tuple(xs))
+        carry, (ys, stash, kept) = scan_like(equation, first, [start[i] for i in carry_of_first], tuple(xs))
 
         def second(carry: tuple[Any, ...], x: Any) -> Any:
             x, stash, kept = x
@@ -235,7 +176,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
             return tuple(results[: len(carry)]), results[len(carry) :]
 
         scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
-        carry_2, ys_2 = _scan(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
+        carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
         made = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
         return [next(made[own]) for own in in_first]
 
@@ -253,9 +194,9 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     free_vars = {*jaxpr.constvars, *(var for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free)}
     kept, made_before = _kept_between(jaxpr, wanted, free_vars, {jaxpr.invars[i] for i in absent})
     stash = [var for var in [*kept, *made_before] if var not in position]
-    needed, of_second = _needed(jaxpr, wanted[False], {*kept, *made_before})
-    read = [var for var in jaxpr.invars if var in needed]
-    _, of_first = _needed(jaxpr, [*wanted[True], *stash])
+    needs, of_second = needed(jaxpr, wanted[False], {*kept, *made_before})
+    read = [var for var in jaxpr.invars if var in needs]
+    _, of_first = needed(jaxpr, [*wanted[True], *stash])
     present = [var for i, var in enumerate(jaxpr.invars) if i not in absent]
     first = _function(closed, present, [*wanted[True], *stash], of_first)
     second = _function(closed, [*read, *stash], wanted[False], of_second)
@@ -271,7 +212,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
 
 def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
     """(what the second half computes from, results of the second half that the first half makes), as variables in their order."""
-    of_first, of_second = (set(_needed(jaxpr, wanted[half])[1]) for half in (True, False))
+    of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
     there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
     from_free = set(free)
     if of_first:
@@ -306,7 +247,7 @@ def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], number
     """The function from these variables of a jaxpr to those, by these of its equations."""
     jaxpr = closed.jaxpr
     equations = [jaxpr.eqns[number] for number in numbers]
-    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, _UNKNOWN)
+    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
 
 

@@ -59,6 +59,8 @@ class StandaloneStage:
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
         """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.
 
+        Only side effects are left out, such as host callbacks: a profile calls the program with values that are made up.
+
         Args:
             name: of the program; each returns (result, done), where `done` is ready when everything is computed.
             device: the device.
@@ -68,7 +70,7 @@ class StandaloneStage:
             rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three. The
             halves of a backward are those of `StageFunctions`.
         """
-        return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name)
+        return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""

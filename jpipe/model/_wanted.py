@@ -1,0 +1,187 @@
+"""Evaluates of a traced computation only what the wanted results need, and no side effects of the rest.
+
+XLA removes what nobody reads, but not what has side effects: a host callback would be called with whatever values stand in for those that
+are not there.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jpipe.model._dependence import body_of, is_call, is_literal, scan_parts, through
+
+Tree = Any
+
+UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
+"""Names of arguments and results for messages: there are none."""
+
+
+def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | None = None) -> Callable[..., Tree]:
+    """Return the function without the side effects that would see made-up values, unless one of its results needs them.
+
+    Args:
+        function: of pytrees of arrays.
+        made_up: for each argument whether its values are made up. A side effect stays where it depends on none of these. By default none
+            stays.
+    """
+
+    def quiet(*arguments: Tree) -> Tree:
+        closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        leaves, treedef = jax.tree.flatten(outputs)
+        trees = None if made_up is None else zip(arguments, made_up, strict=True)
+        marks = None if trees is None else [own for tree, own in trees for _ in jax.tree.leaves(tree)]
+        found = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
+        return jax.tree.unflatten(treedef, found)
+
+    return quiet
+
+
+def evaluate_wanted(
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], made_up: Sequence[bool] | None = None
+) -> list[Any]:
+    """Evaluate the wanted results of a jaxpr, with the calls in it written out.
+
+    Args:
+        jaxpr: the computation.
+        consts: its constants.
+        arguments: None in place of one that the wanted results do not need.
+        wanted: for each result whether it is wanted.
+        made_up: for each argument whether its values are made up. Side effects stay where they depend on none of these. By default none
+            stays that the results do not need.
+
+    Returns:
+        The wanted results; None in place of the others.
+    """
+    doubtful = None if made_up is None else _made_up(jaxpr, made_up)
+    needs, numbers = needed(jaxpr, [var for var, own in zip(jaxpr.outvars, wanted, strict=True) if own], inside=True, doubtful=doubtful)
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if is_literal(var) else values.get(var)
+
+    for number in numbers:
+        equation = jaxpr.eqns[number]
+        inputs, results = list(map(read, equation.invars)), [var in needs for var in equation.outvars]
+        if is_call(equation):
+            marks = None if doubtful is None else [var in doubtful for var in _variables(equation)]
+            found = evaluate_wanted(*body_of(equation), inputs, results, marks)
+        elif equation.primitive.name == "scan" and not _stays(equation, doubtful):
+            found = _scan_wanted(equation, inputs, results)
+        else:
+            found = bind(equation, inputs)
+        values.update(zip(equation.outvars, found, strict=True))
+    return [read(var) if own else None for var, own in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
+    """The results of a scan that are wanted, and those that it carries for them; None in place of the others."""
+    body, consts = body_of(equation)
+    count, carried = scan_parts(equation, body)
+    results, used = scan_needs(equation, results)
+    carries = [i for i in range(carried) if results[i]]
+    scanned = [i for i in range(count + carried, len(inputs)) if used[i]]
+
+    def step(carry: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        arguments = [*inputs[:count], *[None] * (len(inputs) - count)]
+        for i, value in zip([*(count + i for i in carries), *scanned], [*carry, *x], strict=True):
+            arguments[i] = value
+        found = evaluate_wanted(body, consts, arguments, results)
+        return tuple(found[i] for i in carries), tuple(y for y in found[carried:] if y is not None)
+
+    carry, ys = scan_like(equation, step, [inputs[count + i] for i in carries], tuple(inputs[i] for i in scanned))
+    made = iter([*carry, *ys])
+    return [next(made) if own else None for own in results]
+
+
+def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
+    """Run a scan as long, in the same direction, as that of an equation."""
+    return jax.lax.scan(step, tuple(carry), xs, **{name: equation.params[name] for name in ("length", "reverse", "unroll")})
+
+
+def bind(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Return the results of one equation; None for those that nobody reads.
+
+    By way of a jaxpr: how to bind differs between JAX versions.
+    """
+    given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
+    read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
+    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, UNKNOWN)
+    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
+    return [results.get(var) for var in equation.outvars]
+
+
+# What is needed --------------------------------------------------------------------------------------------------------
+
+
+def needed(
+    jaxpr: Any, wanted: Iterable[Any], given: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
+) -> tuple[set[Any], list[int]]:
+    """Return (variables, numbers of equations in order) that are needed for the wanted variables, where some variables are given.
+
+    Args:
+        jaxpr: the computation.
+        wanted: variables of it.
+        given: variables that are known.
+        inside: whether a call or a scan needs only what its wanted results depend on, and not all that goes into it.
+        doubtful: the variables with made-up values. With it, equations with side effects that read none of these are needed, too.
+    """
+    needs, numbers = {var for var in wanted if not is_literal(var)}, []
+    for number in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[number]
+        inputs = _inputs_needed(equation, [var in needs and var not in given for var in equation.outvars], inside, doubtful)
+        if inputs is not None:
+            numbers.append(number)
+            needs.update(var for var, used in zip(equation.invars, inputs, strict=True) if used and not is_literal(var))
+    return needs, numbers[::-1]
+
+
+def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: Collection[Any] | None) -> list[bool] | None:
+    """For each input of an equation whether its wanted results need it; None if the equation is not needed at all."""
+    stays = _stays(equation, doubtful)
+    if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
+        body, _ = body_of(equation)
+        wanted = [var for var, own in zip(body.outvars, results, strict=True) if own]
+        marks = None if doubtful is None else _made_up(body, [var in doubtful for var in _variables(equation)])
+        needs, numbers = needed(body, wanted, inside=True, doubtful=marks)
+        return [var in needs for var in body.invars] if numbers or any(results) else None
+    if not any(results) and not stays:
+        return None
+    if inside and equation.primitive.name == "scan" and not stays:
+        return scan_needs(equation, results)[1]
+    return [True] * len(equation.invars)
+
+
+def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """Return for wanted results of a scan: which of its results must be computed for them, and which inputs that takes."""
+    body, _ = body_of(equation)
+    count, carried = scan_parts(equation, body)
+    results = list(results)
+    while True:
+        needs, _ = needed(body, [var for var, wanted in zip(body.outvars, results, strict=True) if wanted], inside=True)
+        inputs = [var in needs for var in body.invars]
+        fed_back = [a or b for a, b in zip(results[:carried], inputs[count : count + carried], strict=True)]
+        if fed_back == results[:carried]:
+            return results, inputs
+        results[:carried] = fed_back
+
+
+def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
+    """Whether an equation is kept for its side effects."""
+    return doubtful is not None and bool(equation.effects) and not any(var in doubtful for var in _variables(equation))
+
+
+def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """The variables of a jaxpr whose values depend on made-up arguments."""
+    found = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
+    for equation in jaxpr.eqns:
+        into = [int(var in found) for var in _variables(equation)]
+        if any(into):
+            found.update(var for var, own in zip(equation.outvars, through(equation, into), strict=True) if own)
+    return found
+
+
+def _variables(equation: Any) -> list[Any]:
+    """The inputs of an equation; None in place of literals, which cannot be hashed."""
+    return [None if is_literal(var) else var for var in equation.invars]
