@@ -1,9 +1,12 @@
-"""Which outputs of a traced computation depend on which of its inputs, or on a host callback."""
+"""What a traced computation does with its inputs: which outputs depend on which, or on a host callback; which are zero, or an input."""
 
 import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Primitives that only run their body."""
@@ -55,6 +58,91 @@ def is_call(equation: Any) -> bool:
 def is_literal(var: Any) -> bool:
     """Whether a variable of a jaxpr is a constant written out."""
     return hasattr(var, "val")
+
+
+_ZERO_OF_ZERO = {
+    *("abs", "broadcast_in_dim", "convert_element_type", "copy", "cumsum", "dynamic_slice", "expand_dims", "floor", "gather", "imag"),
+    *(
+        "neg",
+        "real",
+        "reduce_precision",
+        "reduce_sum",
+        "reshape",
+        "rev",
+        "ceil",
+        "round",
+        "sharding_constraint",
+        "sign",
+        "sin",
+        "slice",
+        "sqrt",
+    ),
+    *("square", "squeeze", "stop_gradient", "tanh", "transpose", "div"),
+}
+"""Primitives whose result is zero if their first operand is. Division by zero aside, which no optimizer means."""
+_ZERO_OF_ANY = {"dot_general", "mul"}
+"""Primitives whose result is zero if one operand is, as long as the other is finite."""
+_ZERO_OF_ALL = {"add", "add_any", "concatenate", "max", "min", "pad", "sub"}
+"""Primitives whose result is zero if all operands are."""
+
+
+def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr whether it is zero whatever the inputs are, where some inputs are known to be zero.
+
+    Looks into nested calls and branches, not into loops; what it does not know is not zero.
+
+    Args:
+        jaxpr: the computation.
+        consts: the values of its constants.
+        zeros: for each input whether it is always zero.
+    """
+    found = {var for var, const in zip(jaxpr.constvars, consts, strict=True) if _is_zero(const)}
+    found |= {var for var, zero in zip(jaxpr.invars, zeros, strict=True) if zero}
+
+    def holds(var: Any) -> bool:
+        return _is_zero(var.val) if is_literal(var) else var in found
+
+    for equation in jaxpr.eqns:
+        zeros_here = _zero_results(equation, list(map(holds, equation.invars)))
+        found |= {var for var, zero in zip(equation.outvars, zeros_here, strict=True) if zero}
+    return list(map(holds, jaxpr.outvars))
+
+
+def _zero_results(equation: Any, zeros: list[bool]) -> list[bool]:
+    """For each result of an equation whether it is zero, for operands of which some are."""
+    name, params = equation.primitive.name, equation.params
+    if name in _ZERO_OF_ZERO:
+        return [zeros[0]]
+    if name in _ZERO_OF_ANY:
+        return [any(zeros)]
+    if name in _ZERO_OF_ALL:
+        return [all(zeros)]
+    if name == "integer_pow":
+        return [zeros[0] and params["y"] > 0]
+    if name == "select_n":
+        return [all(zeros[1:])]
+    if name == "cond":
+        branches = [always_zero(branch.jaxpr, branch.consts, zeros[1:]) for branch in params["branches"]]
+        return [all(results) for results in zip(*branches, strict=True)]
+    if is_call(equation):
+        return always_zero(*body_of(equation), zeros)
+    return [False] * len(equation.outvars)
+
+
+def _is_zero(value: Any) -> bool:
+    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)) and not is_key and not np.any(np.asarray(value))
+
+
+def passed_on(jaxpr: Any) -> list[int | None]:
+    """For each output of a jaxpr the position of the input that it is, unchanged; None where it is computed."""
+    position = {var: i for i, var in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        if is_call(equation):
+            for var, source in zip(equation.outvars, passed_on(body_of(equation)[0]), strict=True):
+                if source is not None and not is_literal(equation.invars[source]) and equation.invars[source] in position:
+                    position[var] = position[equation.invars[source]]
+    return [None if is_literal(var) else position.get(var) for var in jaxpr.outvars]
 
 
 def through(equation: Any, into: list[int], host: int = 0) -> list[int]:

@@ -1,7 +1,7 @@
 """An optax optimizer applied to each layer by itself, and the probe that refuses one that would give other numbers that way."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,8 +13,9 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.errors import InputError, callers_code, cause
-from jpipe.model._dependence import reached
+from jpipe.model._dependence import always_zero, passed_on, reached
 from jpipe.model._precision import wider
+from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model._transformation import instead_of, unfit_mask
 from jpipe.model._wanted import without_effects
@@ -48,7 +49,7 @@ def masters_of(params: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
-    """An optax transformation that is given one layer at a time, as `{layer id: params}`.
+    """An optax transformation that is given one layer at a time, as `{layer id: params}`, without the parameters that it never changes.
 
     Attributes:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
@@ -57,26 +58,31 @@ class LayerwiseOptimizer:
             masks and labels that were given as trees need.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
-        shared: for shared parameters, and for layers that have some, (layer id, tree of that layer) from their arrays.
+        trained: the parameters that updates change, by entry (see `Ties`). Of the others, which are frozen, there are no gradients and
+            no optimizer state. A layer of which all are frozen has none of either.
+        structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
     """
 
     transformation: optax.GradientTransformation
     blank: Mapping[str, Tree]
     has_masters: bool = False
     ema_decay: float | None = None
-    shared: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
+    trained: Subset = EVERYTHING
+    structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
 
     def init(self, layer_id: str, params: Tree) -> Tree:
-        """The optimizer state of one layer."""
+        """The optimizer state of one layer, from its trained parameters."""
         if self.has_masters:
             masters = masters_of(params)
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with _optax_promotion():
-            state = self.transformation.init(self._placed(layer_id, params)[1])
+            state = () if self.trained.excludes(layer_id) else self.transformation.init(self._placed(layer_id, params)[1])
             return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state) of one layer; the updates are multiplied by `scale`."""
+        """(new parameters, new optimizer state) of the trained parameters of one layer; the updates are multiplied by `scale`."""
+        if self.trained.excludes(layer_id):
+            return params, state
         if self.has_masters:
             masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale)
             return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
@@ -95,7 +101,7 @@ class LayerwiseOptimizer:
 
     def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
         """(layer id, what the transformation sees) of the arrays of a layer or a shared parameter."""
-        layer_id, own = self.shared[entry](tree) if entry in self.shared else (entry, tree)
+        layer_id, own = self.structured[entry](tree) if entry in self.structured else (entry, tree)
         return layer_id, {**self.blank, layer_id: own}
 
     @property
@@ -145,6 +151,9 @@ def find_layerwise(
     gradients from 1e-6 to 1e6, another size for each layer at each step, later with one layer NaN: updates and states must agree.
     An optimizer that fails on the model's structure is refused too.
 
+    The trace also shows the frozen parameters: those whose update is zero whatever the gradients, the parameters, the state and the
+    step are. The layers run without them, unless the updates of other parameters depend on them. A factor of zero freezes, too.
+
     Args:
         transformation: what the user gave.
         specs: shapes of all parameters by layer id.
@@ -171,58 +180,149 @@ def find_layerwise(
 
     specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
     with callers_code(message):
-        coupled = _coupled_layers(transformation, specs)
-    if coupled is not None:
-        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled), transformation)
+        traced = _traced(transformation, specs)
+    frozen = _frozen_leaves(traced, specs)
+    if (coupled := _coupled_layers(traced, specs)) is not None:
+        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, specs, frozen))
+    trained = _trained(ties, specs, [leaf and not used for leaf, used in zip(frozen, _used(traced, frozen), strict=True)])
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
-    alone, in_structure = LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)
+    candidates = [LayerwiseOptimizer(transformation, {}, trained=trained), LayerwiseOptimizer(transformation, blank, trained=trained)]
+    if not trained.is_all:  # some mask may look at parameters that are not there
+        candidates += [LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)]
     with _optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
         tiny = {layer_id: jax.tree.map(_tiny, specs[layer_id]) for layer_id in _some([i for i in specs if jax.tree.leaves(specs[i])])}
-        found = alone if not _difference(alone, blank, tiny, ties) else in_structure
-        if found is in_structure and (difference := _difference(in_structure, blank, tiny, ties)):
+        for found in candidates:
+            if not (difference := _difference(found, blank, tiny, ties)):
+                break
+        else:
             raise _refusal(difference, transformation)
     _check_without_parameters(found, specs)
-    return replace(found, has_masters=has_masters, shared=_placers(ties, specs))
+    return replace(found, has_masters=has_masters, structured=_placers(ties, specs, found.trained))
 
 
-def _placers(ties: Ties, specs: Mapping[str, Tree]) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
-    """`LayerwiseOptimizer.shared` of a model."""
-    concerned = {layer_id: specs[layer_id] for layer_id in ties.places}
+def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
+    """`LayerwiseOptimizer.structured` of a model."""
+    concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.places or layer_id in trained.chosen}
 
     def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
         return lambda tree: (layer_id, _as(like, tree))
 
-    return {entry: placer(*next(iter(part.items()))) for entry, part in ties.parts(concerned).items()}
+    return {entry: placer(*next(iter(part.items()))) for entry, part in _entries(ties, concerned, trained).items()}
 
 
-def _refusal(why: str, transformation: optax.GradientTransformation) -> InputError:
+def _entries(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[str, dict[str, Tree]]:
+    """As `Ties.parts`, with masked nodes in the places of frozen parameters, too."""
+    parts = ties.parts(params)
+    if trained.is_all:
+        return parts
+    of_entry = {entry: jax.tree.leaves(part) for entry, part in parts.items()}
+    return {entry: _without(part, trained.chosen.get(entry, (True,) * len(of_entry[entry]))) for entry, part in parts.items()}
+
+
+def _without(tree: Tree, trained: tuple[bool, ...]) -> Tree:
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [leaf if own else optax.MaskedNode() for leaf, own in zip(leaves, trained, strict=True)])
+
+
+def _refusal(why: str, transformation: optax.GradientTransformation, more: str = "") -> InputError:
     advice = instead_of(transformation) or (
         "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
     )
-    return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}")
+    return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}{more}")
 
 
-def _coupled_layers(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
-    """A layer whose update depends on another layer, at the first step or later through the state, and that other layer."""
-    ids = sorted(specs)  # as the leaves of a dict come
-    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
+class _Traced(NamedTuple):
+    """The functions of an optimizer as jaxprs, for the whole model.
+
+    Attributes:
+        init: parameters -> state.
+        update: gradients, state, parameters -> updates, state.
+        of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
+    """
+
+    init: Any
+    update: Any
+    of_parameter: list[bool]
+
+
+def _traced(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> _Traced:
     with _optax_promotion():
         init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
-        traced, (_, after) = jax.make_jaxpr(transformation.update, return_shape=True)(dict(specs), state, dict(specs))
+        update, (_, after) = jax.make_jaxpr(transformation.update, return_shape=True)(dict(specs), state, dict(specs))
     _check_constant(state, after)
-    update = traced.jaxpr
-    of_state = reached(init.jaxpr, marks)
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(dict(specs))[0]}
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return _Traced(init, update, [any(jax.tree_util.keystr(path[i:]) in names for i in range(len(path))) for path in paths])
+
+
+def _reached(traced: _Traced, marks: list[int]) -> list[int]:
+    """For each leaf of the updates the marks of all leaves of gradients and parameters that it depends on, at any step."""
+    of_state = reached(traced.init.jaxpr, marks)
     while True:
-        results = reached(update, [*marks, *of_state, *marks])
+        results = reached(traced.update.jaxpr, [*marks, *of_state, *marks])
         of_updates, of_next = results[: len(marks)], results[len(marks) :]
         grown = [old | new for old, new in zip(of_state, of_next, strict=True)]
         if grown == of_state:
-            break
+            return of_updates
         of_state = grown
-    for own, mark in zip(marks, of_updates, strict=True):
+
+
+def _coupled_layers(traced: _Traced, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
+    """A layer whose update depends on another layer, at the first step or later through the state, and that other layer."""
+    ids = sorted(specs)  # as the leaves of a dict come
+    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
+    for own, mark in zip(marks, _reached(traced, marks), strict=True):
         if others := mark & ~own:
             return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
     return None
+
+
+def _frozen_leaves(traced: _Traced, specs: Mapping[str, Tree]) -> list[bool]:
+    """For each parameter whether its update is zero at every step, as the jaxpr of the update says: no schedule is taken for that.
+
+    What the state holds for a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number
+    that an update takes over from the state before, such as a learning rate there, may be set to another one.
+    """
+    count, update = len(jax.tree.leaves(dict(specs))), traced.update
+    zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
+    is_kept = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
+    state = [zero and own and not kept for zero, own, kept in zip(zeros, traced.of_parameter, is_kept, strict=True)]
+    while True:
+        results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * count)
+        still = [before and after for before, after in zip(state, results[count:], strict=True)]
+        if still == state:
+            return results[:count]
+        state = still
+
+
+def _used(traced: _Traced, frozen: Sequence[bool]) -> list[bool]:
+    """For each parameter whether it is frozen and the update of one that is not depends on it."""
+    if not any(frozen):
+        return list(frozen)
+    marks = [1 << bit if own else 0 for bit, own in enumerate(frozen)]
+    used = 0
+    for own, mark in zip(frozen, _reached(traced, marks), strict=True):
+        used |= 0 if own else mark
+    return [bool(mark & used) for mark in marks]
+
+
+def _counted(traced: _Traced, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> str:
+    """What to add to a refusal where the updates depend on the gradients of frozen parameters."""
+    ids = [layer_id for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
+    counted = next((layer_id for layer_id, used in zip(ids, _used(traced, frozen), strict=True) if used), None)
+    if counted is None:
+        return ""
+    return (
+        f"; the pipeline counts the gradients of trained parameters alone, while this optimizer also counts those of frozen ones, as in "
+        f"layer '{counted}', and gives other updates: to compare both, clip inside optax.partition"
+    )
+
+
+def _trained(ties: Ties, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> Subset:
+    """The parameters that are trained, by entry."""
+    flags = jax.tree.unflatten(jax.tree.structure(dict(specs)), [not own for own in frozen])
+    by_entry = {entry: tuple(jax.tree.leaves(part)) for entry, part in ties.parts(flags).items()}
+    return Subset({entry: leaves for entry, leaves in by_entry.items() if not all(leaves)})
 
 
 def _check_constant(before: Tree, after: Tree) -> None:
@@ -261,19 +361,24 @@ def _difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params
         params: the layers.
         ties: shared parameters, which are apart when layers are one by one.
     """
-    whole = _Run(layerwise.transformation, {**blank, **params})
+    whole, trained = _Run(layerwise.transformation, {**blank, **params}), layerwise.trained
     try:
-        split = {i: _Run(layerwise.transformation, {**layerwise.blank, **part}) for i, part in ties.parts(params).items()}
+        parts = {i: part for i, part in _entries(ties, params, trained).items() if not trained.excludes(i)}
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, **part}) for i, part in parts.items()}
     except Exception as error:
         return f"on one layer alone it fails: {cause(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
         expected = whole.step({**blank, **gradients})
-        for layer_id, part in ties.parts(gradients).items():
-            found = split[layer_id].step({**layerwise.blank, **part})
+        parts, others = _entries(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
+        for layer_id, run in split.items():
+            found = run.step({**layerwise.blank, **parts[layer_id]})
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
                 return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
+            others -= found.keys()
+        if step < _NAN_STEP and any(np.any(expected[path]) for path in others):
+            return f"after step {step + 1} a parameter is changed whose update is always zero"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
         step += 1
     return ""
@@ -287,9 +392,7 @@ class _Run:
             updates, state = transformation.update(gradients, state, params)
             return updates, state, optax.apply_updates(params, updates)
 
-        init = (
-            transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
-        )
+        init = transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
         self._params, self._state = params, init(params)
         self._update = _prepared(update, params, self._state, params)
 

@@ -11,6 +11,7 @@ import optax
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import describe
+from jpipe.model._subset import Subset
 
 Tree = Any
 
@@ -34,6 +35,11 @@ class Sharing:
     def between(self, s: int, other: int) -> tuple[str, ...]:
         """The shared parameters that both stages hold."""
         return tuple(name for stages, names in self.groups if {s, other} <= set(stages) for name in names)
+
+    def without(self, names: Iterable[str]) -> "Sharing":
+        """The same, where these shared parameters have no gradients that stages would sum."""
+        own = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
+        return Sharing(tuple((stages, group) for stages, group in own if group), self.counted)
 
 
 NOTHING_SHARED = Sharing((), ())
@@ -139,6 +145,22 @@ class Ties:
         if not places:
             return entries[layer_id]
         return _replaced(entries[layer_id], {path: entries[name] for path, name in places.items()})
+
+    def in_layers(self, subset: Subset, entries: Mapping[str, Tree], ids: Iterable[str]) -> Subset:
+        """Some of the leaves of entries, as leaves of the whole parameters of layers.
+
+        Args:
+            subset: the leaves, by entry.
+            entries: parameters of the layers, or their specs, by entry.
+            ids: the layers.
+        """
+        if subset.is_all:
+            return subset
+        found, part = {}, subset.part(entries)
+        for layer_id in ids:
+            own = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
+            found[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
+        return Subset({layer_id: leaves for layer_id, leaves in found.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
         """(entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""

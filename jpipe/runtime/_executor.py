@@ -23,7 +23,7 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, rows_of, told
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
-from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
+from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of
 
 Tree = Any
@@ -149,13 +149,13 @@ class Executor:
         workers = dict(zip(self.stages, state.workers, strict=True))
         means: dict[int, Tree] = {}
         for s, replicas in enumerate(self._plan.stage_workers):
-            parts = {w: floats_of(workers[w].layer_state) for w in replicas if w in workers}
+            parts = {w: self.functions[s].averaged_state(workers[w].layer_state) for w in replicas if w in workers}
             if parts and self.functions[s].averages_when_read:
                 calls = self.stages[next(iter(parts))].calls
                 words = f"the mean of the layer state over the replicas of stage {s}"
                 means |= self._transport.sum_replicas(replicas, parts, calls["add_state"], calls["mean_state"], words)
         for w, mean in means.items():
-            averaged = with_floats(workers[w].layer_state, arrived(mean))
+            averaged = self.stages[w].functions.with_averages(workers[w].layer_state, arrived(mean))
             workers[w] = dataclasses.replace(workers[w], layer_state=averaged)
         return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
@@ -198,9 +198,9 @@ class Executor:
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
             if weights == "ema":
-                entries = f.average_params(worker.optimizer, f.specs.fresh)
+                entries = f.average_params(worker.optimizer, worker.versions[worker.latest], f.specs.fresh)
             elif has_masters:
-                entries = {entry: held.masters for entry, held in worker.optimizer.items()}
+                entries = f.master_params(worker.optimizer, worker.versions[worker.latest])
             else:
                 entries = worker.versions[version * self._plan.updates_per_batch(s)]
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in found)  # replicas hold the same
@@ -212,8 +212,9 @@ class Executor:
         found = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
-            params = f.average_params(worker.optimizer, f.specs.params) if weights == "ema" else worker.versions[number]
-            found[w] = {number: params}
+            is_average = weights == "ema"
+            newest = worker.versions[worker.latest]
+            found[w] = {number: f.average_params(worker.optimizer, newest, f.specs.params) if is_average else worker.versions[number]}
         return found
 
     def _run(
@@ -275,7 +276,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
             case "weights":
                 assert source.share is not None
-                return Sent(i, bucket, source.share.given(source.params), source.share.given(to.params))
+                return Sent(i, bucket, source.share.given(source.trained), source.share.given(to.trained))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
         return Sent(i, bucket, *(source.functions.shared_with(other, own) for own in gradients))
 
@@ -288,7 +289,7 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     """What the replicas of each stage sum, as (first replica, specs of what it has)."""
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = [(first, a.reduced) for first, a in replicated]
-    return sums + [(first, floats_of(a.state)) for first, a in replicated if a.functions.averages_when_read]
+    return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
 def _loads(own: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

@@ -33,7 +33,6 @@ from jpipe.runtime._lanes import arrived
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._transport import Transport, rows
 from jpipe.stages._compile import CompiledStage, update_kind
-from jpipe.stages._functions import floats_of, with_floats
 
 Tree = Any
 
@@ -159,6 +158,10 @@ class _Held:
     def state(self) -> WorkerState:
         return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key, self.loss_scales)
 
+    def all_entries(self) -> Tree:
+        """Weights of all entries, whichever version they are of: one may still lack what other replicas update."""
+        return {entry: tree for params in self.versions.values() for entry, tree in params.items()}
+
     def retire(self, version: int) -> Tree:
         """The weights of a version, which is no longer kept."""
         self.loss_scales.pop(version, None)
@@ -184,6 +187,7 @@ class _Worker:
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `of`.
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
+        frozen: the frozen parameters, which all versions share.
         held: what instructions change.
         found: what they compute besides; shared by the workers of this process.
         done: of the last computation, see `Event`.
@@ -209,6 +213,7 @@ class _Worker:
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.held = _Held(**vars(state.taken()))
+        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.held.all_entries())
         self.found = found
         self.done: jax.Array | None = None
 
@@ -235,7 +240,8 @@ class _Worker:
         held, k = self.held, i.microbatch + self.microbatch_shift
         params, before = held.versions[i.version + self.version_shift], held.layer_state
         x, labels, stage = *held.take_inputs(k), self.of(k)
-        (y, held.layer_state, saved), self.done = stage.calls["forward"](params, before, x, labels, self.rng(k))
+        (y, changed, saved), self.done = stage.calls["forward"](params, before, x, labels, self.rng(k))
+        held.layer_state = stage.functions.changed.joined(changed, before)
         held.buffers["residuals", k] = stage.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
         held.buffers["message" if self.functions.last else "output", k] = y
 
@@ -256,7 +262,8 @@ class _Worker:
         version = i.version + self.version_shift
         params = held.versions[version]
         arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        (gradient, held.accumulators, held.layer_state), self.done = self.of(k).calls["forward_backward"](*arguments)
+        (gradient, held.accumulators, changed), self.done = self.of(k).calls["forward_backward"](*arguments)
+        held.layer_state = self.functions.changed.joined(changed, held.layer_state)
         self.keep_gradient(k, gradient)
         self.after_backward(k)
 
@@ -275,7 +282,8 @@ class _Worker:
         x, labels, stage = *held.take_inputs(k), self.of(k)
         version, before = i.version + self.version_shift, held.layer_state
         arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
-        (gradient, held.layer_state, made), self.done = stage.calls["forward_backward_input"](*arguments)
+        (gradient, changed, made), self.done = stage.calls["forward_backward_input"](*arguments)
+        held.layer_state = stage.functions.changed.joined(changed, before)
         held.buffers["stash", k] = stage.functions.stash_of((before, x, labels), held.layer_state, made)
         self.keep_gradient(k, gradient)
 
@@ -314,7 +322,7 @@ class _Worker:
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
         held, update = self.held, i.batch + self.version_shift
-        part = held.buffers.pop(("sums", update)), floats_of(held.layer_state) if self.averages else []
+        part = held.buffers.pop(("sums", update)), self.functions.averaged_state(held.layer_state) if self.averages else []
         return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
@@ -374,7 +382,7 @@ class _Worker:
                 tree = self.functions.shared_with(self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.given(held.versions[k // self.plan.microbatches + 1])
+                tree = self.compiled.share.given(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
             case message:
                 tree, bucket = held.buffers.pop(("output" if message == "activation" else "gradient", k)), self.bucket(k)
         self.transport.send(i, k, tree, bucket)
@@ -388,7 +396,7 @@ class _Worker:
             case "shared":
                 held.buffers[f"shared of stage {self.plan.workers[i.source][0]}", k // self.plan.microbatches] = tree
             case "weights":
-                held.versions[k // self.plan.microbatches + 1] |= arrived(tree)
+                held.versions[k // self.plan.microbatches + 1] |= self.functions.trained.joined(arrived(tree), self.frozen)
             case message:
                 held.buffers["inputs" if message == "activation" else "message", k] = tree
 
@@ -428,7 +436,7 @@ class _Worker:
             return self.held.buffers.pop(("sums", update))
         accumulators, means, _ = arrived(self.held.buffers.pop(("summed", update)))
         if self.averages:
-            self.held.layer_state = with_floats(self.held.layer_state, means)
+            self.held.layer_state = self.functions.with_averages(self.held.layer_state, means)
         return accumulators
 
     def finish(self, update: int, found: Tree) -> None:

@@ -63,6 +63,16 @@ class Arrays:
         return self._of_params(self.functions.specs.params)
 
     @cached_property
+    def trained(self) -> Tree:
+        """What updates change of a weight version."""
+        return self.functions.trained.part(self.params)
+
+    @cached_property
+    def changed(self) -> Tree:
+        """What a microbatch changes of the layer state."""
+        return self.functions.changed.part(self.state)
+
+    @cached_property
     def fresh(self) -> Tree:
         """The parameters as the layers make them."""
         return self._of_params(self.functions.specs.fresh)
@@ -128,8 +138,7 @@ class Arrays:
     def gradient(self) -> Tree:
         """The gradient message that leaves."""
         f = self.functions
-        floats = [] if f.first else floats_of(self.x)
-        return floats, self.whole(Spec((), f.loss_dtype))
+        return floats_of(self.x) if f.input_gradient else [], self.whole(Spec((), f.loss_dtype))
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
@@ -154,7 +163,12 @@ class Arrays:
     @property
     def reduced(self) -> tuple[Tree, list[Spec]]:
         """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
-        return self.accumulators, floats_of(self.state) if self.functions.average_state == "update" else []
+        return self.accumulators, self.averaged if self.functions.average_state == "update" else []
+
+    @property
+    def averaged(self) -> list[Spec]:
+        """What replicas average of their layer state."""
+        return self.functions.averaged_state(self.state)
 
     def updated(self, tree: Mapping[str, Tree]) -> Mapping[str, Tree]:
         """What the replica updates, of a tree by entry."""

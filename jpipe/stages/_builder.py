@@ -16,7 +16,7 @@ from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
-from jpipe.stages._gradients import check_gradients
+from jpipe.stages._gradients import check_gradients, with_gradients
 
 Tree = Any
 
@@ -75,10 +75,11 @@ class StageBuilder:
             options |= {"number": s} if sharing.counted else {}
             options |= {"partition": split[s]}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
-        check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
+        check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
-        self._built = known, [dataclasses.replace(f, optimizer=layerwise) for f in functions]
+        sharing = sharing.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
+        self._built = known, with_gradients([dataclasses.replace(f, optimizer=layerwise, sharing=sharing) for f in functions])
         return self._built[1]
 
     @property

@@ -29,7 +29,7 @@ from jpipe.programs._instructions import (
     Update,
 )
 from jpipe.stages._arrays import Arrays, Share, shardings_of
-from jpipe.stages._functions import Loss, StageFunctions, floats_of, norm_of
+from jpipe.stages._functions import Loss, StageFunctions, norm_of
 
 Tree = Any
 
@@ -98,16 +98,26 @@ class CompiledStage:
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update: ((new params, new optimizer state, zero accumulators, (mean loss, weight)), done).
 
-        With a share the new params are those of the share alone.
+        With a share the new params are those of the share alone. Frozen parameters are the arrays of `params`, which no program gets.
 
         Args:
             kind: of the update.
             retired: the version into whose memory it writes, if it does.
             params, optimizer, accumulators, norm: of `StageFunctions.update`.
         """
-        groups = self.functions.sharing.groups_of(self.functions.number)
+        trained = self.functions.trained
         if self.share is not None:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
+        frozen = trained.others(params)
+        *retired, params = (trained.part(tree) for tree in (*retired, params))
+        (new, *others), done = self._updated(kind, retired, params, optimizer, accumulators, norm)
+        return (trained.joined(new, frozen), *others), done
+
+    def _updated(
+        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+    ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
+        """As `update`, of what the updates of this replica change."""
+        groups = self.functions.sharing.groups_of(self.functions.number)
         if not groups:
             found, done = self.calls[kind](*retired, params, optimizer, accumulators, norm)
             return found, done
@@ -381,14 +391,14 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """A call by name."""
     f, scale = a.functions, None if a.scale is None else a.scale.value
     saved, stash = (a.saved if "saved" in a.chosen else None), (a.stash[1] if "stash" in a.chosen else None)
-    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.updated(a.params), a.optimizer, a.accumulators["gradients"]))
+    own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     own = own_params, own_optimizer, {**a.accumulators, "gradients": own_gradients}
     number = a.whole(jax.ShapeDtypeStruct((), f.loss_dtype))
     loss = (number, number) if f.last else None
     made = None if saved is None or stash is None else ([a.saved[i] for i in f.rest_of_saved], stash)
     updated = (*own, loss)
     calls: dict[str, Callable[[], Call]] = {
-        "forward": lambda: Call(f.forward, (), (a.params, *a.arguments, a.rng), (a.outputs, a.state, saved)),
+        "forward": lambda: Call(f.forward, (), (a.params, *a.arguments, a.rng), (a.outputs, a.changed, saved)),
         "backward": lambda: Call(f.backward, (4,), (a.params, *a.between, a.accumulators, a.rng, scale), (a.gradient, a.accumulators)),
         "backward_input": lambda: Call(f.backward_input, (), (a.params, *a.between, a.rng, scale), (a.gradient, stash)),
         "backward_weight": lambda: Call(f.backward_weight, (3,), (a.params, *a.stash, a.accumulators, a.rng, scale), a.accumulators),
@@ -396,10 +406,10 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
             f.forward_backward_input,
             (),
             (a.params, *a.arguments, a.rng, scale),
-            (a.gradient, a.state, (a.outputs, *(made or (None, None)))),
+            (a.gradient, a.changed, (a.outputs, *(made or (None, None)))),
         ),
         "forward_backward": lambda: Call(
-            f.forward_backward, (4,), (a.params, *a.arguments, a.accumulators, a.rng, scale), (a.gradient, a.accumulators, a.state)
+            f.forward_backward, (4,), (a.params, *a.arguments, a.accumulators, a.rng, scale), (a.gradient, a.accumulators, a.changed)
         ),
         "in_place": lambda: Call(f.update, (0, 1, 2), (*own, a.norm), updated),
         "into_new": lambda: Call(f.update, (1, 2), (*own, a.norm), updated),
@@ -412,8 +422,8 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
         "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
         "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
-        "add_state": lambda: Call(_added, (), (floats_of(a.state), floats_of(a.state)), floats_of(a.state)),
-        "mean_state": lambda: Call(f.mean_state, (), (floats_of(a.state),), floats_of(a.state)),
+        "add_state": lambda: Call(_added, (), (a.averaged, a.averaged), a.averaged),
+        "mean_state": lambda: Call(f.mean_state, (), (a.averaged,), a.averaged),
         "add": lambda: Call(_added, (), (a.reduced, a.reduced), a.reduced),
         "finish": lambda: Call(f.finish, (0,), (a.reduced,), (*a.reduced, loss)),
         "evaluate": lambda: Call(f.evaluate, (), (a.params, *a.arguments), number if f.last else a.outputs),
@@ -428,7 +438,7 @@ def _calls_for_shared(a: Arrays) -> dict[str, Call]:
     f, gradients, weight = a.functions, a.accumulators["gradients"], a.accumulators["weight"]
     for group, names in f.sharing.groups_of(f.number).items():
         others = {s: f.shared_with(s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
-        params, optimizer_state, taken = ({name: tree[name] for name in names} for tree in (a.params, a.optimizer, gradients))
+        params, optimizer_state, taken = ({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
         updated = params, optimizer_state, taken
         given = *updated, weight, a.norm
         found[f"add_shared {group}"] = Call(functools.partial(f.add_shared, group), (0,), (a.accumulators, others), a.accumulators)

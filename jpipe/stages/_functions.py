@@ -13,10 +13,12 @@ import numpy as np
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
+from jpipe.model._dependence import passed_on
 from jpipe.model._layer import LayerSpec, describe, key_spec
-from jpipe.model._optimizer import LayerwiseOptimizer
+from jpipe.model._optimizer import LayerwiseOptimizer, masters_of
 from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
+from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals
@@ -67,6 +69,10 @@ class StageFunctions:
     leaves of y, weight of the microbatch); at the last stage it is y. `accumulators` sum over a batch: gradients, weight and, at the
     last stage, loss. `scale` is the loss scale of a microbatch if it is dynamic, else None.
 
+    Gradients, accumulators and what an update takes and gives have the trained parameters only (`optimizer.trained`), with None in the
+    places of frozen ones; forwards and backwards read whole `params`. What they give of the layer state is what a microbatch changes
+    (`changed`), likewise.
+
     Attributes:
         stack: the model.
         stage: its layers, and how they are recomputed.
@@ -83,6 +89,9 @@ class StageFunctions:
         sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute as it says already.
         partition: how its arrays are sharded over the mesh of each of its workers.
+        input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
+        output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
+            list in its place.
     """
 
     stack: LayerStack
@@ -101,11 +110,13 @@ class StageFunctions:
     number: int = 0
     sharing: Sharing = NOTHING_SHARED
     partition: Partition = ONE_DEVICE
+    input_gradient: bool = True
+    output_gradient: bool = True
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
-        """(y, new state, arrays saved for the backward)."""
+        """(y, what changes of the state, arrays saved for the backward)."""
         (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
-        return y, new_state, self.residuals.saved(jax.tree.leaves(vjp))
+        return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
 
     def backward(
         self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -149,11 +160,15 @@ class StageFunctions:
     def forward_backward_input(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree, Any]:
-        """The last stage's forward and the first half of its backward in one: (gradient message, new state, what `stash_of` takes)."""
-        y, new_state, saved = self.forward(params, state, x, labels, rng)
-        kept = self.residuals.keep((state, x, labels), (y, new_state))
+        """The last stage's forward and the first half of its backward in one.
+
+        Returns:
+            (gradient message, what changes of the state, what `stash_of` takes).
+        """
+        y, changed, saved = self.forward(params, state, x, labels, rng)
+        kept = self.residuals.keep((state, x, labels), (y, self.changed.joined(changed, state)))
         gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
-        return gradient, new_state, (y, [saved[i] for i in self.rest_of_saved], stash)
+        return gradient, changed, (y, [saved[i] for i in self.rest_of_saved], stash)
 
     def stash_of(
         self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, made: Any
@@ -168,10 +183,10 @@ class StageFunctions:
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Any, Tree, Tree]:
-        """The last stage's forward and backward in one: (gradient message, accumulators, new state)."""
+        """The last stage's forward and backward in one: (gradient message, accumulators, what changes of the state)."""
         (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
         message, accumulators = self._pull_back(vjp, y, accumulators, scale)
-        return message, accumulators, new_state
+        return message, accumulators, self.changed.part(new_state)
 
     def sum_squares(self, accumulators: Tree) -> GlobalNorm:
         """For each layer the sum of the squares of its mean gradient, as `norm`, and the number of its entries that are not finite."""
@@ -188,9 +203,10 @@ class StageFunctions:
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
-        Of the entries whose optimizer state is given; accumulators may be of more. (Those that other stages hold, too, have
-        `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and
-        loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not finite.
+        It updates the trained parameters of the entries whose optimizer state is given; accumulators may be of more. (Those that other
+        stages hold, too, have `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are
+        all zero has gradient and loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are
+        not finite.
         """
         new_params, new_state = self._updated(params, optimizer_state, accumulators, norm)
         zeros = jax.tree.map(jnp.zeros_like, accumulators)
@@ -252,23 +268,39 @@ class StageFunctions:
         return [self._loss_of(y, labels), *metrics]
 
     def init_optimizer(self, params: Tree) -> Tree:
-        """Optimizer state of new parameters, keyed by layer id."""
-        return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in params.items()}
+        """Optimizer state of new parameters, whole ones, keyed by layer id."""
+        return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in self.trained.part(params).items()}
 
-    def average_params(self, optimizer_state: Tree, like: Tree) -> Tree:
-        """The moving average of the parameters, by layer id, in the dtypes of `like`; needs `optimizer.ema_decay`."""
-        average = {i: self.optimizer.average(optimizer_state[i]) for i in self.specs.params}
+    def average_params(self, optimizer_state: Tree, newest: Tree, like: Tree) -> Tree:
+        """The moving average of the parameters, by layer id, in the dtypes of `like`; needs `optimizer.ema_decay`.
+
+        That of a frozen parameter is the parameter itself, in the newest version.
+        """
+        average = self.trained.joined({i: self.optimizer.average(optimizer_state[i]) for i in self.specs.params}, newest)
         return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), average, like)
+
+    def master_params(self, optimizer_state: Tree, newest: Tree) -> Tree:
+        """The masters in an optimizer state, by layer id. A frozen parameter has none: it is that of the newest version, as precise."""
+        frozen = masters_of(self.trained.others(newest))
+        return self.trained.joined({entry: held.masters for entry, held in optimizer_state.items()}, frozen)
 
     def zero_accumulators(self, params: Tree) -> Tree:
         """The accumulators at the start of a batch."""
         numbers = ("loss", "weight") if self.last else ("weight",)
-        gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, self.precision.accumulator_dtype(p.dtype)), params)
+        gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, self.precision.accumulator_dtype(p.dtype)), dict(self.trained.part(params)))
         return {"gradients": gradients} | {name: jnp.zeros((), self.loss_dtype) for name in numbers}
 
     def first_version(self, fresh: Tree) -> Tree:
         """The weight version of parameters as the layers make them; shares no array with them."""
         return jax.tree.map(lambda p, spec: p.astype(spec.dtype) if p.dtype != spec.dtype else jnp.copy(p), fresh, self.specs.params)
+
+    def averaged_state(self, state: Tree) -> list[Any]:
+        """What replicas average of the layer state (or its specs): the floating-point leaves that a microbatch changes."""
+        return floats_of(self.changed.part(state))
+
+    def with_averages(self, state: Tree, means: Iterable[Any]) -> Tree:
+        """The layer state with these in the places of `averaged_state`."""
+        return self.changed.joined(with_floats(self.changed.part(state), means), state)
 
     def mean_state(self, total: list[jax.Array]) -> list[jax.Array]:
         """The mean of each floating-point leaf of the layer state over the replicas, from their sum."""
@@ -298,6 +330,30 @@ class StageFunctions:
         layers = with_effects(self.stack, self.stack.specs(self.specs.x, self.stage.layers))
         names = ", ".join(f"'{layer_id}'" for layer_id in layers)
         return f"layer {names}" if layers else f"the stage of layer '{self.stage.layers[0]}'"
+
+    @property
+    def trained(self) -> Subset:
+        """The parameters that updates change, by entry."""
+        return self.optimizer.trained
+
+    @cached_property
+    def trained_in_layers(self) -> Subset:
+        """The parameters that updates change, by layer id."""
+        return self.stack.ties.in_layers(self.trained, self.specs.params, self.stage.layers)
+
+    @cached_property
+    def changed(self) -> Subset:
+        """The layer state that a microbatch changes: all but the arrays that the layers hand back as they got them."""
+        if not jax.tree.leaves(self.specs.state):
+            return EVERYTHING
+
+        def new_state(state: Tree, params: Tree, x: Tree, microbatch: Any, key: Any) -> Tree:
+            return self.stack.apply(self.stage.layers, self._whole(params), state, x, key=key, microbatch=microbatch, train=True)[1]
+
+        traced = jax.make_jaxpr(new_state)(self.specs.state, self.specs.params, self.specs.x, *self.specs.rng)
+        flags = [source != i for i, source in enumerate(passed_on(traced.jaxpr))]
+        by_layer = jax.tree.unflatten(jax.tree.structure(self.specs.state), flags)
+        return Subset({layer_id: tuple(leaves) for layer_id, tree in by_layer.items() if not all(leaves := jax.tree.leaves(tree))})
 
     @cached_property
     def optimizer_spec(self) -> Tree:
@@ -360,7 +416,7 @@ class StageFunctions:
     @property
     def averages_when_read(self) -> bool:
         """Whether there is layer state that replicas average when it is read from the run."""
-        return self.average_state == "read" and self.stage.replicas > 1 and bool(floats_of(self.specs.state))
+        return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
 
     @property
     def loss_dtype(self) -> Any:
@@ -370,17 +426,19 @@ class StageFunctions:
     # Inside ------------------------------------------------------------------------------------------------------------
 
     def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
-        """((y, new state), the VJP of y's floating-point leaves with respect to the parameters of whole layers and x's).
+        """((y, new state), the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and x's).
 
         A parameter that two layers share is in both: its gradients in the two places are summed in the accumulators, and not before, in
-        the dtype of the parameter.
+        the dtype of the parameter. Where no gradient is computed, there is None in place of a VJP.
         """
         state, x, labels = arguments
         microbatch, key = rng
         leaves, treedef = jax.tree.flatten(x)
-        moving = [] if self.first else [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+        moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)] if self.input_gradient else []
+        whole = self._whole(params)
 
-        def stage(params: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
+        def stage(trained: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
+            params = self.trained_in_layers.joined(trained, whole)
             filled = list(leaves)
             for i, leaf in zip(moving, floats, strict=True):
                 filled[i] = leaf
@@ -391,11 +449,14 @@ class StageFunctions:
                 return [total], ((total, weight), new_state)
             return floats_of(y), (y, new_state)
 
+        trained, floats = self.trained_in_layers.part(whole), [leaves[i] for i in moving]
+        if not self.output_gradient:
+            return stage(trained, floats)[1], None
         if self.stage.recompute == "full":
             stage = jax.checkpoint(stage)
         elif self.stage.recompute != "none":
             stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
-        _, vjp, outputs = jax.vjp(stage, self._whole(params), [leaves[i] for i in moving], has_aux=True)
+        _, vjp, outputs = jax.vjp(stage, trained, floats, has_aux=True)
         return outputs, vjp
 
     def _whole(self, params: Tree) -> Tree:
@@ -410,7 +471,9 @@ class StageFunctions:
         return (x_gradient, message[1]), added
 
     def _cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
-        """(gradients of the parameters, gradients of the floating-point leaves of x), times the loss scale."""
+        """(gradients of the trained parameters, gradients of the floating-point leaves of x), times the loss scale."""
+        if not self.output_gradient:
+            return self._gradients_spec, []  # without leaves
         gradient, _ = message
         scale = self._scale(scale)
         found = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
@@ -438,15 +501,17 @@ class StageFunctions:
 
     @cached_property
     def _forward_spec(self) -> Any:
-        """Shapes and dtypes of (y, new state, saved arrays)."""
+        """Shapes and dtypes of (y, what changes of the state, saved arrays)."""
         return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
         """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (kept, saved, message)."""
-        y, new_state, saved = self._forward_spec
-        kept = self.residuals.keep(self.specs.arguments, (y, new_state))
-        return kept, saved, y if self.last else (floats_of(y), jax.ShapeDtypeStruct((), self.loss_dtype))
+        y, changed, saved = self._forward_spec
+        kept = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
+        if self.last:
+            return kept, saved, y
+        return kept, saved, (floats_of(y) if self.output_gradient else [], jax.ShapeDtypeStruct((), self.loss_dtype))
 
     @cached_property
     def _halves(self) -> Halves:
@@ -460,7 +525,7 @@ class StageFunctions:
             gradients, x_gradient = self._cotangents(self.residuals.vjp(params, rng, kept, saved), message, scale)
             return [*x_gradient, *jax.tree.leaves(gradients)]
 
-        inputs = 0 if self.first else len(floats_of(self.specs.x))
+        inputs = len(floats_of(self.specs.x)) if self.input_gradient else 0
         outputs = inputs + len(jax.tree.leaves(self._gradients_spec))
         counts = [len(jax.tree.leaves(part)) for part in (self.specs.params, self.between_specs, (self.specs.rng, scale))]
         free = [True] * counts[0] + [False] * counts[1] + [True] * counts[2]
@@ -476,8 +541,8 @@ class StageFunctions:
 
     @cached_property
     def _gradients_spec(self) -> Tree:
-        """Shapes and dtypes of the gradients of the parameters of whole layers, before they are accumulated."""
-        return jax.eval_shape(self._whole, self.specs.params)
+        """Shapes and dtypes of the gradients of the trained parameters of whole layers, before they are accumulated."""
+        return self.trained_in_layers.part(jax.eval_shape(self._whole, self.specs.params))
 
     @cached_property
     def _rest_positions(self) -> tuple[int, ...]:
@@ -533,6 +598,7 @@ def stage_functions(
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng, fresh)
+    options = {"input_gradient": not first, **options}
     functions = StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)
     if last:
         check_summed(loss, "loss", functions, layers[stage.layers[-1]].output)

@@ -1,6 +1,7 @@
-"""Checks by tracing that all layers and the loss can be differentiated; nothing is computed."""
+"""Where gradients are computed, and checks by tracing that layers and the loss can be differentiated there; nothing is computed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,15 +11,38 @@ import jax.numpy as jnp
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
-from jpipe.stages._functions import Loss, floats_of
+from jpipe.model._subset import EVERYTHING, Subset
+from jpipe.stages._functions import Loss, StageFunctions, floats_of
 
 Tree = Any
 
 _REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not while_loop), or give it a jax.custom_vjp"
 
 
-def check_gradients(stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree) -> None:
-    """Refuse a layer or a loss whose backward fails.
+def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
+    """Whether a gradient is computed for what layers with these parameters give: not if all of them are frozen.
+
+    Args:
+        trained: the parameters that updates change.
+        params: of all layers up to some place, or their specs; where there are none, a gradient is computed all the same.
+    """
+    return trained.has_any(params) or not any(name in trained.chosen for name in params)
+
+
+def with_gradients(functions: Sequence[StageFunctions]) -> list[StageFunctions]:
+    """The functions of all stages of a plan, that compute and exchange gradients where something before is trained."""
+    found, before = [], dict[str, Tree]()
+    for f in functions:
+        of_input = not f.first and has_gradient(f.trained, before)
+        before |= f.specs.params
+        found.append(replace(f, input_gradient=of_input, output_gradient=has_gradient(f.trained, before)))
+    return found
+
+
+def check_gradients(
+    stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree, trained: Subset = EVERYTHING
+) -> None:
+    """Refuse a layer or a loss whose backward fails, where it is computed.
 
     Args:
         stack: the model.
@@ -26,27 +50,33 @@ def check_gradients(stack: LayerStack, layers: Mapping[str, LayerSpec], first_st
         first_stage: number of layers of the first stage: for the inputs of all later layers, gradients are always computed.
         loss: as in `Pipeline`.
         labels: shapes and dtypes of the labels of a microbatch.
+        trained: the parameters that updates change, by entry.
 
     Raises:
         InputError: names the layer, or the loss.
     """
-    trained = False  # whether an earlier layer has parameters, so that gradients for the input of this one are computed
+    params = {layer_id: spec.params for layer_id, spec in layers.items()}
+    in_layers, before = stack.ties.in_layers(trained, stack.ties.split(params), params), dict[str, Tree]()
     for number, (layer_id, spec) in enumerate(layers.items()):
-        moves = trained or number >= first_stage
-        trained = trained or bool(jax.tree.leaves(spec.params))
-        if moves or jax.tree.leaves(spec.params):
+        moves = in_layers.has_any(before) or (number >= first_stage and has_gradient(in_layers, before))
+        before[layer_id] = spec.params
+        own = in_layers.of(layer_id, spec.params)
+        if moves or jax.tree.leaves(own):
             with callers_code(lambda error, layer_id=layer_id: f"layer '{layer_id}': its backward fails: {cause(error)}; {_REMEDY}"):  # type: ignore[misc]  # layer_id has a default
-                jax.eval_shape(partial(_backward, stack.layers[layer_id], moves), spec.params, spec.state, spec.x, key_spec())
+                backward = partial(_backward, stack.layers[layer_id], moves, partial(in_layers.filled, layer_id))
+                jax.eval_shape(backward, own, spec.params, spec.state, spec.x, key_spec())
     outputs = layers[stack.ids[-1]].output
     with callers_code(lambda error: f"loss: its backward fails: {cause(error)}; {_REMEDY}"):
         jax.eval_shape(partial(_loss_backward, loss), outputs, labels)
 
 
-def _backward(layer: Layer, moves: bool, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
-    def forward(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
-        return floats_of(layer.apply(params, state, _filled(x, floats) if moves else x, key, True)[0])
+def _backward(
+    layer: Layer, moves: bool, filled: Callable[[Tree, Tree], Tree], trained: Tree, params: Tree, state: Tree, x: Tree, key: jax.Array
+) -> Any:
+    def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:
+        return floats_of(layer.apply(filled(trained, params), state, _filled(x, floats) if moves else x, key, True)[0])
 
-    y, vjp = jax.vjp(forward, params, floats_of(x))
+    y, vjp = jax.vjp(forward, trained, floats_of(x))
     return vjp(jax.tree.map(jnp.ones_like, y))
 
 

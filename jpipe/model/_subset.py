@@ -1,0 +1,67 @@
+"""Some of the leaves of trees by name: the parameters that are trained, the layer state that changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some of the leaves of trees by name. Where a part of a tree is meant, None stands in the places of all other leaves.
+
+    Attributes:
+        chosen: by name, for trees of which not all leaves are chosen, whether each leaf is.
+    """
+
+    chosen: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all leaves of all trees are chosen."""
+        return not self.chosen
+
+    def of(self, name: str, tree: Tree) -> Tree:
+        """The chosen leaves of one tree, in its structure."""
+        if name not in self.chosen:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, [leaf if own else None for leaf, own in zip(leaves, self.chosen[name], strict=True)])
+
+    def part(self, trees: Mapping[str, Tree]) -> Mapping[str, Tree]:
+        """The chosen leaves."""
+        return trees if self.is_all else {name: self.of(name, tree) for name, tree in trees.items()}
+
+    def others(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
+        """The leaves that are not chosen, of the trees that have any; arrays alone, which keeps no other array alive."""
+        opposite = Subset({name: tuple(not own for own in leaves) for name, leaves in self.chosen.items()})
+        return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
+
+    def joined(self, part: Mapping[str, Tree], others: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Whole trees again.
+
+        Args:
+            part: the chosen leaves of some trees.
+            others: at least the other leaves of these trees; of whole trees, what is chosen is ignored.
+        """
+        return {name: self.filled(name, tree, others.get(name)) for name, tree in part.items()}
+
+    def filled(self, name: str, part: Tree, others: Tree) -> Tree:
+        """One whole tree again, as `joined`."""
+        if name not in self.chosen:
+            return part
+        return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, others, is_leaf=lambda leaf: leaf is None)
+
+    def excludes(self, name: str) -> bool:
+        """Whether the tree of this name has leaves, none of which is chosen."""
+        return name in self.chosen and not any(self.chosen[name])
+
+    def has_any(self, trees: Mapping[str, Tree]) -> bool:
+        """Whether any leaf of these trees is chosen."""
+        return any(bool(jax.tree.leaves(tree)) and not self.excludes(name) for name, tree in trees.items())
+
+
+EVERYTHING = Subset()
