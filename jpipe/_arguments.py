@@ -7,6 +7,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
@@ -37,7 +38,32 @@ def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> 
     for layer_id in params:
         if layer_id not in specs:
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
-    return {layer_id: filled(spec.params, params.get(layer_id, {}), f"params: layer '{layer_id}'") for layer_id, spec in specs.items()}
+    return {
+        layer_id: filled(spec.params, _plain_params(params.get(layer_id, {}), spec.params, layer_id), f"params: layer '{layer_id}'")
+        for layer_id, spec in specs.items()
+    }
+
+
+def _plain_params(given: Any, expected: Tree, layer_id: str) -> Tree:
+    """The parameters of a layer without Flax around them: of an NNX module or an `nnx.State` its `nnx.Param`s.
+
+    Raises:
+        InputError: other NNX variables than parameters and random streams, or all collections of a Linen module.
+    """
+    if isinstance(given, nnx.Module):
+        given = nnx.state(given)
+    if isinstance(given, nnx.State):
+        params, _, others = nnx.split_state(given, nnx.Param, nnx.RngState, ...)
+        if others:
+            path, variable = nnx.to_flat_state(others)[0]
+            raise InputError(
+                f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
+                f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"
+            )
+        return nnx.to_pure_dict(params)
+    if isinstance(given, Mapping) and "params" in given and not (isinstance(expected, Mapping) and "params" in expected):
+        raise InputError(f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it")
+    return given
 
 
 def check_observer(observe: Any) -> None:

@@ -187,7 +187,8 @@ class Pipeline:
         Args:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
-            params: parameters to begin with, by layer id, as `params` gives them or as dicts in dicts, with any arrays; they are copied.
+            params: parameters to begin with, by layer id, as `params` gives them, as dicts in dicts with any arrays, or as an NNX module or
+                its `nnx.state`; they are copied.
                 What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is.
             buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
                 are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers

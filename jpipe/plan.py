@@ -244,6 +244,13 @@ class Plan(pydantic.BaseModel):
             raise ValueError(reason)
         return self
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Plan":
+        """A copy with other values of some fields, which are not checked. What was computed from the old ones is computed again."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - Plan.model_fields.keys():
+            del vars(copied)[name]
+        return copied
+
     @property
     def depth(self) -> int:
         """d, the number of stages."""

@@ -30,6 +30,11 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     if isinstance(layer, Layer):
         return layer
     if isinstance(layer, linen.Module):
+        if layer.scope is not None:
+            raise InputError(
+                f"layer '{layer_id}' is a Linen {type(layer).__name__} that is bound to variables, which would be dropped; give the module "
+                f"itself, and to begin with its weights init(…, params={{'{layer_id}': variables['params']}})"
+            )
         return _linen(layer_id, layer)
     if isinstance(layer, type) and issubclass(layer, linen.Module):
         name = layer.__name__
@@ -37,9 +42,17 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     if isinstance(layer, nnx.Module):
         raise InputError(
             f"layer '{layer_id}' is an NNX module that is built already; give its constructor instead, "
-            f"lambda rngs: {type(layer).__name__}(..., rngs=rngs), so that planning allocates nothing"
+            f"lambda rngs: {type(layer).__name__}(..., rngs=rngs), so that planning allocates nothing; to begin with its weights give "
+            f"init(…, params={{'{layer_id}': module}})"
         )
-    if callable(layer) and has_parameter(layer, "rngs"):
+    if is_constructor(layer):
+        if needed := _needed(layer):
+            raise InputError(
+                f"layer '{layer_id}' has a parameter 'rngs', so it is taken for a constructor of an NNX module, which gets nothing else, but "
+                f"it also needs {', '.join(map(repr, needed))}; give lambda rngs: … with all arguments of the constructor; if it is a "
+                "function of the input, draw random numbers in an NNX module, such as nnx.Dropout(0.1, rngs=rngs), or in a jpipe.Layer "
+                "with stochastic=True, whose apply gets a key"
+            )
         return nnx_layer(layer_id, layer, functools.partial(_modes, layer_id))
     if isinstance(layer, type) and issubclass(layer, nnx.Module):
         name = layer.__name__
@@ -52,13 +65,24 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     )
 
 
-def has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable takes an argument of this name; False where that cannot be known."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, type):  # a class: flax's metaclass hides the signature of its constructor
-        function = getattr(function, "__init__")  # noqa: B009 - read, never called
-    return name in _parameters(function)
+def is_constructor(layer: Any) -> bool:
+    """Whether a layer is given as the constructor of an NNX module, a callable that takes `rngs`; False where that cannot be known."""
+    if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer):
+        return False
+    while isinstance(layer, functools.partial):
+        layer = layer.func
+    if inspect.ismethod(layer) and isinstance(layer.__self__, (nnx.Module, linen.Module)):
+        return False  # the forward of a module that is built already may take rngs, too
+    if isinstance(layer, type):  # flax's metaclass hides the signature of its constructor
+        layer = getattr(layer, "__init__")  # noqa: B009 - read, never called
+    return "rngs" in _parameters(layer)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters other than `rngs` that a call has to give."""
+    optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = _parameters(function).values()
+    return [p.name for p in parameters if p.name != "rngs" and p.default is inspect.Parameter.empty and p.kind not in optional]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -121,6 +145,12 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
             return params, state
         # Statistics of float64 inputs begin as float32 and become float64 in the first forward: they begin so.
         after = jax.eval_shape(lambda: apply(params, state, x, keys["dropout"], True)[1])
+        for collection in after:
+            if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):
+                raise InputError(
+                    f"layer '{layer_id}': its forward stores something new in the collection '{collection}', as sow does, and a pipeline has "
+                    "no place to collect it; return it as a part of the output, or leave out the sow"
+                )
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:

@@ -90,9 +90,10 @@ class _Functions:
         leaves = jax.tree.leaves(params), self._rng_state(key), jax.tree.leaves(state)
         parts = (jax.tree.unflatten(jax.tree.structure(spec), own) for spec, own in zip(specs, leaves, strict=True))
         module = nnx.merge(self.graphs[train], *parts)
-        before = _static_attributes(module)
+        before, variables = _static_attributes(module), _variables(module)
         y = module(x, **self.mode(train))
         _refuse_changed(self.layer_id, before, _static_attributes(module))
+        _refuse_new(self.layer_id, variables, _variables(module))
         return y, module
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
@@ -120,6 +121,7 @@ def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nn
     if not isinstance(module, nnx.Module):
         raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
     _mark_arrays(module)
+    module = nnx.clone(module)  # it may have been there before, and is the caller's
     _set_to_train(module)
     return module
 
@@ -190,6 +192,26 @@ def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]
             raise InputError(
                 f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
                 "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
+            )
+
+
+def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
+    """The kind of each variable, and the structure of its value, by path."""
+    return {
+        ".".join(map(str, path)): (type(node).__name__, jax.tree.structure(node.get_value()))
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable)
+    }
+
+
+def _refuse_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
+    """Refuse a forward that makes variables, as `nnx.Module.sow` does."""
+    for name, (kind, _) in after.items():
+        if before.get(name) != after[name]:
+            raise InputError(
+                f"layer '{layer_id}': its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline "
+                "has no place to collect it; return it as a part of the output, or leave out the sow; what a layer carries on from forward "
+                "to forward is a variable that its constructor makes"
             )
 
 

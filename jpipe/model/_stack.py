@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 
 from jpipe.errors import InputError, callers_code, cause, shortened
-from jpipe.model._adapters import adapt, has_parameter
+from jpipe.model._adapters import adapt, is_constructor
+from jpipe.model._constants import built_module, refuse_constants
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
 
@@ -169,14 +171,17 @@ class LayerStack:
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """The shapes and dtypes around one layer, whose input `x` comes from `before`."""
-        layer, key = self.layers[layer_id], key_spec()
+        layer, key, given = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:
             is_of_shapes = isinstance(error, (TypeError, ValueError))
-            fit = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
-            return (
-                f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {fit}fix '{layer_id}'"
-            )
+            remedy = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
+            remedy += f"fix '{layer_id}'"
+            if isinstance(error, flax.errors.FlaxError) and (built := built_module(given)):
+                remedy = f"it holds {built}, which is built already: give the constructor of that module instead"
+            elif "rngs" in str(error):
+                remedy = "a layer is called with its input alone: give rngs to its parts in its constructor, as nnx.Dropout(0.1, rngs=rngs)"
+            return f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {remedy}"
 
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
             y, new_state = layer.apply(params, state, x, key, True)
@@ -186,9 +191,10 @@ class LayerStack:
 
         with callers_code(message):
             params, state = jax.eval_shape(layer.init, key, x)
-            y, new_state = jax.eval_shape(forward, params, state, x, key)
+            traced, (y, new_state) = jax.make_jaxpr(forward, return_shape=True)(params, state, x, key)
             evaluated, _ = jax.eval_shape(lambda p, s, v: layer.apply(p, s, v, None, False), params, state, x)
         _refuse_untrainable(layer_id, params)
+        refuse_constants(layer_id, given, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
@@ -229,7 +235,7 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
         calls[id(layer)] += 1
         if calls[id(layer)] > 2:
             continue  # what one constructor hands out twice shows in two calls
-        if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer) or not has_parameter(layer, "rngs"):
+        if not is_constructor(layer):
             continue
 
         def record(key: jax.Array, layer_id: str = layer_id, layer: Any = layer) -> None:

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -166,7 +165,7 @@ class Topology(_Data):
             raise ValueError(f"levels: expected at most {2**20:,} devices in all, found {self.num_devices:,}")
         return self
 
-    @cached_property
+    @property
     def sizes(self) -> tuple[int, ...]:
         """How many devices a component of each level has, the innermost first."""
         return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
@@ -180,7 +179,11 @@ class Topology(_Data):
         """The highest level that a message between the devices `first` and `last` crosses; 0 is the innermost, -1 a single device."""
         if first == last:
             return -1
-        return next(k for k, size in enumerate(self.sizes) if first // size == last // size)
+        for k, level in enumerate(self.levels):
+            first, last = first // level.count, last // level.count
+            if first == last:
+                return k
+        raise IndexError(f"there are {self.num_devices} devices")
 
     def link(self, source: int, target: int) -> jpipe.Link:
         """The link from one device to another; the devices of a component share its ports."""
@@ -212,7 +215,7 @@ class Topology(_Data):
             shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}
             levels.append(level.model_copy(update=shared))
         cores = None if self.cores is None else max(self.cores / size, 1.0)
-        return Topology(name=self.name, levels=tuple(levels), device=self.device, cores=cores)  # a copy would keep the old `sizes`
+        return self.model_copy(update={"levels": tuple(levels), "cores": cores})
 
     def mesh_link(self, size: int) -> jpipe.Link:
         """The slowest link between the first `size` devices, as each of them has it if all send at the same time."""

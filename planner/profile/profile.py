@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -196,7 +195,7 @@ class Profile(_Data):
                         f"shared: layer '{layer.id}' has fewer bytes of {name} than it shares; each layer includes what it shares"
                     )
 
-    @cached_property
+    @property
     def ids(self) -> tuple[str, ...]:
         """The layer ids, in order."""
         return tuple(layer.id for layer in self.layers)
@@ -224,7 +223,7 @@ class Profile(_Data):
             for at in (layer.at[n],)
         }
 
-    @cached_property
+    @property
     def shared_costs(self) -> tuple[jpipe.programs.SharedCost, ...]:
         """The costs of the shared parameters."""
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)

@@ -4,7 +4,10 @@ import ast
 import importlib
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
+
+import pydantic
 
 import jpipe
 from docs import reference
@@ -125,3 +128,21 @@ def test_no_function_is_longer_than_60_lines():
                 if isinstance(node, ast.FunctionDef):
                     length = node.end_lineno - node.lineno + 1
                     assert length <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fields():
+    """`model_copy` of pydantic copies cached properties, too. A model that has some drops them; the others compute each time."""
+    top = ROOT.parent
+    files = [path for name in ("jpipe", "planner", "train") for path in (top / name).rglob("*.py") if "cached_property" in path.read_text()]
+    modules = [importlib.import_module(".".join(path.relative_to(top).with_suffix("").parts)) for path in files]
+    classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    caching = {
+        kind for kind in classes if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, cached_property) for v in vars(kind).values())
+    }
+    assert caching == {jpipe.Plan}
+    plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)
+    assert (plan.replicas, len(plan.workers), plan.rank_of, plan.rank_stages) == ((1, 1), 2, (0, 1), ((0,), (1,)))
+    changed = plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"replicas": 2}), plan.stages[1])})
+    assert vars(changed).keys() == jpipe.Plan.model_fields.keys()
+    assert (changed.replicas, len(changed.workers), changed.rank_of) == ((2, 1), 3, (0, 1, 2))
+    assert plan.replicas == (1, 1)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jpipe
 from jpipe import InputError
@@ -97,3 +98,27 @@ def test_parameters_of_another_model_are_refused_before_anything_is_compiled(par
     monkeypatch.setattr(pipe, "_compile", lambda batch: pytest.fail("compiled"))
     with pytest.raises(InputError, match=message):
         begun(pipe, params)
+
+
+def from_flax():
+    stack = jpipe.LayerStack(
+        {"a": lambda rngs: nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs), "b": lambda rngs: nnx.BatchNorm(models.WIDTH, rngs=rngs)}
+    )
+    return jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 1, "gpipe", 2), models.squares, models.momentum())
+
+
+@pytest.mark.parametrize("given", [lambda m: m, nnx.state, lambda m: nnx.state(m, nnx.Param)], ids=["module", "state", "its parameters"])
+def test_parameters_of_an_nnx_module_are_taken(given):
+    module = nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(3))
+    pipe = from_flax()
+    found = on_host(pipe.params(begun(pipe, {"a": given(module)})))["a"]
+    running.check_equal(found, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
+
+
+def test_what_else_flax_has_besides_parameters_is_refused():
+    pipe = from_flax()
+    norm = nnx.BatchNorm(models.WIDTH, rngs=nnx.Rngs(3))
+    with pytest.raises(InputError, match=r"layer 'b': expected nnx.Param variables, found 'mean', a BatchStat.*nnx.state\(module, nnx.Param\)"):
+        begun(pipe, {"b": nnx.state(norm)})
+    with pytest.raises(InputError, match=r"layer 'a': .*the key 'params' of all variables; give \['params'\] of it"):
+        begun(pipe, {"a": {"params": {}}})

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import jpipe
-from planner.machine.topology import Topology
+from planner.machine.topology import Level, Topology
 
 FILES = sorted((pathlib.Path(__file__).parents[3] / "configs" / "topologies").glob("*.yaml"))
 WORKERS = {
@@ -168,3 +168,11 @@ def test_a_mesh_over_servers_has_the_slower_links():
     assert servers().mesh_link(1) == jpipe.Link()
     assert servers().mesh_link(8) == jpipe.Link(450.0, 3.0)
     assert servers().mesh_link(16) == jpipe.Link(50.0, 10.0)
+
+
+def test_a_copy_with_other_levels_counts_its_own_devices():
+    topology = Topology(levels=[{"count": 4, "bandwidth": 1e9}])
+    assert topology.sizes == (4,)
+    copied = topology.model_copy(update={"levels": (*topology.levels, Level(count=2, bandwidth=1e8))})
+    assert copied.sizes == (4, 8)
+    assert copied.link(0, 7).bandwidth == 1e8

@@ -1,0 +1,195 @@
+"""Arrays that a layer closes over: training would leave them as they are, so those that look like parameters are refused."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+from jpipe.errors import InputError
+from jpipe.model._layer import describe
+
+_FEW = 4  # numbers: an array of no more is taken to be a constant, unless a module has it
+_MOST_OBJECTS = 10_000  # that are searched for the name of an array
+
+
+def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
+    """Refuse a layer whose forward reads floating-point arrays from outside, which are parameters that would not be trained.
+
+    NumPy arrays, integers, arrays that the forward makes itself, and arrays of a few numbers are constants.
+
+    Args:
+        layer_id: for the message.
+        layer: the layer as the user gave it, to find the names of the arrays.
+        traced: the closed jaxpr of its forward.
+        trace: traces the forward once more.
+
+    Raises:
+        InputError: names the array and says what to do.
+    """
+    found = _floats(traced)
+    if not found:
+        return
+    again = {id(constant) for constant in _floats(trace())}  # what a forward makes while it is traced is another array now
+    names = _names(layer, found)
+    for constant in found:
+        place = names.get(id(constant))
+        if id(constant) not in again or (constant.size <= _FEW and (place is None or place[1] is None)):
+            continue
+        name, module = (None, None) if place is None else place
+        shown = f"{describe(constant)}{f', {name}' if name else ''}{f' of a {type(module).__name__}' if module is not None else ''}"
+        raise InputError(
+            f"layer '{layer_id}': its forward reads an array from outside ({shown}), which training would leave as it is; "
+            + _remedy(layer_id, module)
+        )
+
+
+def _remedy(layer_id: str, module: Any) -> str:
+    weights = f"to begin with these weights, give init(…, params={{'{layer_id}': …}})"
+    if isinstance(module, nnx.Module):
+        kind = type(module).__name__
+        return f"give the module's constructor as the layer, lambda rngs: {kind}(…, rngs=rngs); {weights} with nnx.state(module, nnx.Param)"
+    if isinstance(module, nnx.Variable):
+        return f"make it in an NNX module and give the module's constructor as the layer, lambda rngs: …; {weights}"
+    if isinstance(module, linen.Module):
+        return f"give the Linen module itself as the layer, not bound to variables; {weights} with its variables['params']"
+    return (
+        f"if it is a parameter, give a Flax module or a jpipe.Layer, whose init makes it ({weights}); "
+        "if it is a constant, make it a NumPy array (np.asarray), or compute it in the forward"
+    )
+
+
+def built_module(layer: Any) -> str | None:
+    """The name under which a layer holds a module that is built already, or None: the likely reason if its forward cannot be traced."""
+    for name, value in _reachable(layer):
+        if isinstance(value, nnx.Module) or _is_bound(value):
+            return f"'{name}', a {type(value).__name__}" if name else f"a {type(value).__name__}"
+    return None
+
+
+def _floats(traced: Any) -> list[Any]:
+    """The floating-point arrays of JAX among the constants of a closed jaxpr, each once. Those made of NumPy's have another type."""
+    kinds = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
+    constants = {id(c): c for c in _constants(traced) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
+    return list(constants.values())
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a jaxpr and of those inside it."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from _constants(inner)
+
+
+def _names(layer: Any, arrays: list[Any]) -> dict[int, tuple[str, Any]]:
+    """(name, the module that has it or None) by id of those of the arrays that the layer holds."""
+    wanted = {id(array) for array in arrays}
+    found: dict[int, tuple[str, Any]] = {}
+    for name, value in _reachable(layer):
+        if id(value) in wanted:
+            found.setdefault(id(value), (name, None))
+        elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value):
+            for path, array in _arrays(value):
+                if id(array) in wanted and found.get(id(array), ("", None))[1] is None:
+                    found[id(array)] = (_joined(name, path), value)
+    return found
+
+
+def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
+    """(path, array) of a module's variables."""
+    if isinstance(module, linen.Module):
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(module.variables)[0]:
+            yield jax.tree_util.keystr(keys, simple=True, separator="."), leaf
+        return
+    if isinstance(module, nnx.Variable):
+        yield from (("", leaf) for leaf in jax.tree.leaves(module.get_value()))
+        return
+    for keys, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable):
+            for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
+                yield ".".join(map(str, keys)) + jax.tree_util.keystr(inner), leaf
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, linen.Module) and value.scope is not None
+
+
+def _reachable(layer: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a layer holds, outermost first: variables of functions, arguments of partials, items, attributes."""
+    seen: dict[int, Any] = {}
+    waiting = [("", layer)]
+    for name, value in waiting:  # grows
+        if id(value) in seen or len(seen) > _MOST_OBJECTS:
+            continue
+        seen[id(value)] = value  # kept, so that the id stays its own
+        yield name, value
+        waiting += [(_joined(name, part), inner) for part, inner in _parts(value)]
+
+
+def _joined(name: str, part: str) -> str:
+    return f"{name}{part}" if not name or not part or part.startswith("[") else f"{name}.{part}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value consists of; nothing of what cannot hold an array of the user's."""
+    if isinstance(value, (str, bytes, int, float, complex, type(None), ModuleType, jax.Array, np.ndarray, nnx.Module, nnx.Variable)) or _is_bound(value):
+        return
+    if isinstance(value, functools.partial):
+        yield "", value.func
+        yield from ((f"args[{i}]", inner) for i, inner in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", inner) for key, inner in list(value.items()))
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        yield from ((f"[{i}]", inner) for i, inner in enumerate(value))
+    elif inspect.ismethod(value):
+        yield "", value.__self__
+        yield "", value.__func__
+    elif isinstance(value, type):
+        yield "", vars(value).get("__call__")
+    elif inspect.isfunction(value):
+        yield from _variables(value)
+    else:  # an object of the user's, or a function that is wrapped
+        yield "", _attribute(value, "__wrapped__")
+        yield from ((str(key), inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
+        slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+        yield from ((name, _attribute(value, name)) for name in slots if not name.startswith("__"))
+        yield "", type(value)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # an object of the user's may raise anything
+        return None
+
+
+def _variables(function: Any) -> Iterator[tuple[str, Any]]:
+    """The variables from outside that a function reads, by name."""
+    yield "", getattr(function, "__wrapped__", None)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in _names_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from (("", default) for default in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The global names that a function and those inside it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
