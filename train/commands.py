@@ -21,6 +21,7 @@ def train(
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE|auto")] = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    from_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -36,6 +37,7 @@ def train(
         overrides: Replace one key of the file, such as train.steps=100.
         plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
         resume: Go on from the newest checkpoint in run.dir: where there is one (auto), in any case (must), or not at all (never).
+        from_checkpoint: Go on from the checkpoint after so many steps in place of the newest; later ones are kept under other names.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
         coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are detected.
         num_processes: Several processes: how many.
@@ -50,7 +52,7 @@ def train(
 
     overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
     address = job.Address(coordinator, num_processes, process_id, secret_file)
-    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit)
+    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit, from_checkpoint)
 
 
 @app.command

@@ -96,6 +96,28 @@ class Together:
             raise self.shared(problem)
         return cast(T, done)
 
+    def attempt(self, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
+        """The result of `work` if no process fails with `failure`, or what went wrong; other errors are raised as by `run_on_all`.
+
+        Returns:
+            The result and ""; or None and a message, in all processes if one fails.
+        """
+
+        def caught() -> T | jpipe.InputError:
+            try:
+                return work()
+            except failure as error:
+                return error
+
+        done = self.run_on_all(caught)
+        wrong = str(done) if isinstance(done, failure) else ""
+        if self.processes is not None:
+            try:
+                self.processes.agree({"what went wrong": wrong})
+            except jpipe.InputError as difference:
+                wrong = wrong or str(difference)
+        return (None, wrong) if wrong else (cast(T, done), "")
+
     def from_first(self, what: str, work: Callable[[], str]) -> str:
         """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.
 

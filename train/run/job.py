@@ -36,13 +36,20 @@ class Address(NamedTuple):
 
 
 def train(
-    config: str, overrides: Sequence[str], allow_code: bool, resume: Resume, address: Address, connect_limit: float, wait_limit: float
+    config: str,
+    overrides: Sequence[str],
+    allow_code: bool,
+    resume: Resume,
+    address: Address,
+    connect_limit: float,
+    wait_limit: float,
+    from_checkpoint: int | None = None,
 ) -> int:
     """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line."""
 
     def work(connect: Callable[[], int]) -> int:
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
-        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume))
+        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume, from_checkpoint))
 
     return _run(work, address, connect_limit, wait_limit)
 

@@ -16,6 +16,7 @@ from train.config.config import TrainConfig
 from train.console import interrupt
 from train.console.preemption import Preemption
 from train.data.data import Batches
+from train.data.position import Ordered
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from train.report.summary import Summary, name_of
@@ -117,7 +118,15 @@ class Training:
         """What a checkpoint of this step says of the run so far; `before` is the validation before training."""
         known = self.log.validated(step) or {}
         loss = known.pop("val_loss", None)
-        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before), "history": self.history.facts(step)}
+        assert isinstance(self.batches, Ordered)
+        places = {"order": self.batches.order, "position": self.batches.position(step)}
+        return {
+            "val_loss": loss,
+            "val_metrics": known,
+            "val_loss_before": mean_loss(before),
+            "history": self.history.facts(step),
+            "data": {"batch_size": self.config.batch_size} | {name: place.model_dump(mode="json") for name, place in places.items()},
+        }
 
     def _stopped(self, state: jpipe.State, before: float) -> Summary:
         """The end of a run that a signal ends, and whose checkpoint is written.
