@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from train.console import interrupt
+from train.console.exit_codes import failed
 from train.console.terminal import fail, printable
 
 app = tyro.extras.SubcommandApp()
@@ -130,7 +131,7 @@ def plan(
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -159,7 +160,7 @@ def simulate(
     try:
         shown = simulation.main(source, overrides, batches, png, allow_code=allow_code)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     print("\n".join(map(printable, shown.split("\n"))))
     return 0
 
@@ -245,7 +246,7 @@ def export(
         else:
             writing.main(folder, place, step, report, weights, overrides)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -323,7 +324,7 @@ def translate(
     try:
         translating.main(translating.Request(run, source, reference, step, weights), write, say)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -374,7 +375,7 @@ def prepare(
     try:
         preparing.prepare(files, tokenizer, out, Reporter(1, 1, "bytes"), validation_fraction, shard_tokens, end)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -413,7 +414,7 @@ def make_tokenizer(
     try:
         preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -438,7 +439,7 @@ def make(
     try:
         making.make(name, out, seed, lambda line: print(printable(line)))
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -469,7 +470,7 @@ def configs(
         else:
             raise InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
     except InputError as error:
-        return fail(printable(str(error)), 2)
+        return failed(error)
     return 0
 
 

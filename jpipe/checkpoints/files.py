@@ -214,6 +214,19 @@ def verify(folder: Path, step: int) -> None:
     read_rows(place, marker)
 
 
+def is_all_there(folder: Path, step: int) -> bool:
+    """Return whether a checkpoint is complete and its files have their sizes; the contents of large files are not read."""
+    place = _place(folder, step)
+    try:
+        marker = read_marker(place, step)
+        for name, item in read_items(place, marker).items():
+            verify_item(place / name, item, contents=False)
+        read_rows(place, marker)
+    except InputError:
+        return False
+    return True
+
+
 def read_metrics(folder: Path, step: int) -> bytes:
     """The rows that `complete` was given.
 
@@ -327,9 +340,9 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     check_keep(keep)
     folder = run_folder(folder)
     whole = steps(folder)
-    if not whole or not _is_all_there(_place(folder, whole[-1]), whole[-1]):
+    if not whole or not is_all_there(folder, whole[-1]):
         return
-    damaged = {step for step in whole[:-1] if not _is_all_there(_place(folder, step), step)}
+    damaged = {step for step in whole[:-1] if not is_all_there(folder, step)}
     whole = [step for step in whole if step not in damaged]
     kept = {*whole[-keep:], *damaged}
     if keep_every is not None:
@@ -346,11 +359,6 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
             _remove(_place(folder, step))
 
 
-def is_all_there(folder: Path, step: int) -> bool:
-    """Whether a checkpoint is complete and its files have their sizes; what is in them is not read, but for the small ones."""
-    return _is_all_there(_place(folder, step), step)
-
-
 def _digest_of_item(place: Path, name: str) -> str:
     """The hash of what a process says it has written, all of which is still there.
 
@@ -363,17 +371,6 @@ def _digest_of_item(place: Path, name: str) -> str:
     except Damaged as damaged:
         raise OSError(errno.EIO, f"{damaged.path} {damaged.found}", str(damaged.path)) from None
     return hashlib.sha256(content).hexdigest()
-
-
-def _is_all_there(place: Path, step: int) -> bool:
-    try:
-        marker = read_marker(place, step)
-        for name, item in read_items(place, marker).items():
-            verify_item(place / name, item, contents=False)
-        read_rows(place, marker)
-    except InputError:
-        return False
-    return True
 
 
 def _place(folder: Path, step: int) -> Path:

@@ -36,6 +36,12 @@ class NotRestorable(InputError):
     """A checkpoint whose hashes fit and whose contents are not what jpipe writes."""
 
 
+class _TrainedMeanwhile(InputError):
+    """Another process has trained in the folder."""
+
+    may_pass = True  # when the command runs again
+
+
 class DataFacts(pydantic.BaseModel):
     """Where in the training data a checkpoint is.
 
@@ -112,7 +118,7 @@ class Resumed:
 
         if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
-            raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
+            raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
     def check_precision(self, config: Config) -> None:
         """Refuse a run whose parameters are of another dtype than those of the checkpoint.
@@ -252,9 +258,7 @@ def find(
     return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]), tuple(found["there"]))
 
 
-def _find(
-    config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None
-) -> Mapping[str, Any] | None:
+def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None) -> Mapping[str, Any] | None:
     if wanted is not None and resume == "never":
         raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
     if config.run.dir is None:
@@ -277,9 +281,8 @@ def _find(
     there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
     if wanted is not None and not ours:
         if wanted not in there:
-            raise InputError(
-                f"--from-checkpoint: expected one of {', '.join(map(str, there)) or 'none at all'}, those in '{shown(folder)}', found {wanted}"
-            )
+            known = ", ".join(map(str, there)) or "none at all"
+            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {wanted}")
         checkpoint_files.verify(folder, wanted)
         facts: Facts | None = _facts_of(folder, wanted)
         step: int | None = wanted
@@ -296,8 +299,10 @@ def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> 
     """The newest checkpoint that can be restored, as far as that can be known from its files alone, and what it says."""
     from jpipe.checkpoints import files as checkpoint_files
 
-    said = lambda line: report(passed_over(line))  # noqa: E731
-    while (step := checkpoint_files.newest_good(folder, said, *([] if before is None else [before]))) is not None:
+    def said(line: str) -> None:
+        report(passed_over(line))
+
+    while (step := checkpoint_files.newest_good(folder, said, before)) is not None:
         try:
             facts = _facts_of(folder, step)
             Resumed(folder, step, facts, ()).rows()

@@ -11,6 +11,7 @@ from train.checkpoint import run_folder
 from train.checkpoint.resume import Resume
 from train.config import config_file
 from train.console import interrupt
+from train.console.exit_codes import failed
 from train.console.terminal import fail, printable
 from train.launch import distributed, together
 from train.report.metrics_log import RunStopped
@@ -86,7 +87,7 @@ def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_lim
     try:
         done = work(connect)
     except InputError as error:
-        code = fail(str(error), 2)
+        code = failed(error)
     except together.ReportedElsewhere as error:
         code = fail(str(error), error.code)
     except (RunStopped, PeerLost) as error:

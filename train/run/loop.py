@@ -18,10 +18,11 @@ from train.checkpoint.checkpoints import Checkpoints
 from train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from train.checkpoint.resume import find as find_resumed
 from train.checkpoint.resume import history as find_history
-from train.checkpoint.run_folder import RunFolder
+from train.checkpoint.run_folder import FolderChanged, RunFolder
 from train.config.config import AUTO, Config
 from train.config.config_file import to_yaml
 from train.console import interrupt
+from train.console.exit_codes import reported_by_system
 from train.console.preemption import Preemption
 from train.console.progress import Reporter
 from train.console.terminal import count, first_line
@@ -93,8 +94,10 @@ def main(
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
+            if isinstance(error, FolderChanged):
+                raise RunStopped(f"{error.strerror}; {newest_of(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{reason(error)}{logged}") from error
+                raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
 
 
@@ -197,6 +200,10 @@ def run(
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
                 ended = summary.val_loss_after is not None
+        except jpipe.InputError as error:
+            if reported_by_system(error) is None:
+                raise
+            raise RunStopped(str(error)) from error  # it could be read before, and perhaps will be again
         finally:
             if others is not None and (not ended or preemption.signal is not None):
                 others.hurry()
@@ -250,9 +257,23 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
 
 
-def reason(error: Exception) -> str:
+def newest_of(folder: RunFolder | None) -> str:
+    """What is left of a run whose folder was changed, in words."""
+    from jpipe.checkpoints import files
+
+    try:
+        whole = [] if folder is None else files.steps(folder.path)
+    except jpipe.InputError:
+        whole = []
+    return f"its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "no checkpoint is left there"
+
+
+def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
+        file = error.filename if isinstance(error.filename, str) else None
+        if file is not None and folder is not None and not Path(file).is_relative_to(folder.path):
+            return f"'{file}' cannot be read or written: {error.strerror or error}"
         return f"the run folder cannot be written: {error.strerror or error}"
     said = first_line(error)
     if isinstance(error, jpipe.runtime.CopiesDiffer):

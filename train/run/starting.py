@@ -126,7 +126,7 @@ def read_layers(
     from jpipe.checkpoints.records import Damaged
 
     resumed.check_precision(config)
-    return together.attempt(read, Damaged)
+    return together.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
 
 
 def begin(

@@ -60,7 +60,7 @@ class Training:
         """Train from `state` on.
 
         Raises:
-            RunStopped: a signal ended the run, and its checkpoint could not be written.
+            RunStopped: rows are missing at the end of the run, or its checkpoint could not be written.
             NonFiniteLoss: training diverged.
             KeyboardInterrupt: Ctrl-C.
         """
@@ -94,6 +94,7 @@ class Training:
         checkpoints.proceed(log.through, facts_of)
         checkpoints.finish()
         log.close()
+        self._check_complete(steps)
         interrupt.check()
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
 
@@ -128,6 +129,22 @@ class Training:
             "data": {"batch_size": self.config.batch_size} | {name: place.model_dump(mode="json") for name, place in places.items()},
         }
 
+    def _check_complete(self, step: int, why: str = "") -> None:
+        """Check that the rows of all steps before this one are written, and the checkpoint, if there is to be one.
+
+        Args:
+            step: at which the run ends.
+            why: the run ends, for messages.
+
+        Raises:
+            RunStopped: they are not.
+            OSError: they cannot be read, or somebody has changed them.
+        """
+        self.log.check_complete(step)
+        problem = self.checkpoints.missing(step)
+        if problem is not None:
+            raise RunStopped(f"{why}{problem}")
+
     def _stopped(self, state: jpipe.State, before: float) -> Summary:
         """The end of a run that a signal ends, and whose checkpoint is written.
 
@@ -138,9 +155,8 @@ class Training:
         self.checkpoints.finish()
         self.log.close()
         jax.block_until_ready(self.pipe.drain(state))  # so that processes leave with nothing under way between them
-        if self.log.folder is not None and self.checkpoints.written != cut:
-            raise RunStopped(f"stopped by {name_of(number)}; the checkpoint of step {cut} could not be written")
         assert cut is not None
+        self._check_complete(cut, f"stopped by {name_of(number)}; ")
         return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number)
 
 
