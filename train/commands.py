@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from train.console import interrupt
+from train.console.exit_codes import failed
 from train.console.terminal import fail, printable
 
 app = tyro.extras.SubcommandApp()
@@ -21,6 +22,7 @@ def train(
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE|auto")] = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    from_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None,
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -36,6 +38,7 @@ def train(
         overrides: Replace one key of the file, such as train.steps=100.
         plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
         resume: Go on from the newest checkpoint in run.dir: where there is one (auto), in any case (must), or not at all (never).
+        from_checkpoint: Go on from the checkpoint after so many steps in place of the newest; later ones are kept under other names.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
         coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are detected.
         num_processes: Several processes: how many.
@@ -50,7 +53,7 @@ def train(
 
     overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
     address = job.Address(coordinator, num_processes, process_id, secret_file)
-    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit)
+    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit, from_checkpoint)
 
 
 @app.command
@@ -128,7 +131,7 @@ def plan(
     try:
         main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -157,7 +160,7 @@ def simulate(
     try:
         shown = simulation.main(source, overrides, batches, png, allow_code=allow_code)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     print("\n".join(map(printable, shown.split("\n"))))
     return 0
 
@@ -243,7 +246,7 @@ def export(
         else:
             writing.main(folder, place, step, report, weights, overrides)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -321,7 +324,7 @@ def translate(
     try:
         translating.main(translating.Request(run, source, reference, step, weights), write, say)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -372,7 +375,7 @@ def prepare(
     try:
         preparing.prepare(files, tokenizer, out, Reporter(1, 1, "bytes"), validation_fraction, shard_tokens, end)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -411,7 +414,7 @@ def make_tokenizer(
     try:
         preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -436,7 +439,7 @@ def make(
     try:
         making.make(name, out, seed, lambda line: print(printable(line)))
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     return 0
 
 
@@ -467,7 +470,7 @@ def configs(
         else:
             raise InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
     except InputError as error:
-        return fail(printable(str(error)), 2)
+        return failed(error)
     return 0
 
 

@@ -13,6 +13,7 @@ Everything below a marker is what was written then, or is reported as damaged. A
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -28,14 +29,18 @@ from jpipe.files import make_folder, resolved, to_disk, write_atomically
 from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 
-def begin(folder: Path, step: int | None) -> None:
-    """Clear away what a run that goes on after `step` will write again; process 0 calls this before any process writes.
+def begin(folder: Path, step: int | None) -> list[str]:
+    """Make room for what a run that goes on after `step` will write again; process 0 calls this before any process writes.
 
-    Without that, an item of an earlier attempt at a checkpoint could be taken for a part of the next attempt.
+    Without that, an item of an earlier attempt at a checkpoint could be taken for a part of the next attempt. An unfinished checkpoint is
+    removed. A later one that was complete is kept under another name, such as `00000040.old`: it is damaged, or the user went back.
 
     Args:
         folder: the run's.
         step: the checkpoint that the run resumes from; None: it starts from nothing, and must not find a complete one.
+
+    Returns:
+        The new names of later checkpoints that were complete.
 
     Raises:
         InputError: the folder cannot be written, or holds what a run from nothing would remove.
@@ -49,14 +54,17 @@ def begin(folder: Path, step: int | None) -> None:
         raise InputError(
             f"{place}: expected no checkpoint where a run begins, found that of step {found[-1]}; resume, or choose another run.dir"
         )
-    for later in _numbers(folder):
-        if step is None or later > step:
-            try:
-                _remove(_place(folder, later))
-            except OSError as error:
-                raise InputError(
-                    f"{_place(folder, later)}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away"
-                ) from None
+    kept = []
+    for later in [number for number in _numbers(folder) if step is None or number > step]:
+        at = _place(folder, later)
+        try:
+            if (at / MARKER).exists() and not at.is_symlink():
+                kept.append(_renamed(at).name)
+            else:
+                _remove(at)
+        except OSError as error:
+            raise InputError(f"{at}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away") from None
+    return kept
 
 
 def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> int:
@@ -81,10 +89,10 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     _remove_item(place, process)
     try:
         item = place / f"process-{process}"
-        write_item(item, layers)
-        written = sorted(item.rglob("*"))
-        files = {path.relative_to(item).as_posix(): describe(path) for path in written if path.is_file()}
-        for path in (*written, item, place.parent, folder):  # Orbax leaves that to the system, for half a minute
+        written = write_item(item, layers)
+        files = {path.relative_to(item).as_posix(): describe(path) for path in written}
+        folders = [path for path in item.rglob("*") if path.is_dir()]
+        for path in (*written, *folders, item, place.parent, folder):  # Orbax leaves that to the system, for half a minute
             to_disk(path)
         whole = Item(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", whole.model_dump_json(indent=1))
@@ -133,10 +141,10 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
         rows: of the run's metrics so far; some of later steps may be among them.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, say, or files that were written are gone.
     """
     place = _place(folder, step)
-    items = {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in _item_names(processes)}
+    items = {name: _digest_of_item(place, name) for name in _item_names(processes)}
     write_atomically(place / ROWS, rows)
     write_atomically(place / MARKER, marker_text(step, items, hashlib.sha256(rows).hexdigest(), facts))
 
@@ -170,19 +178,21 @@ def steps(folder: str | Path) -> list[int]:
     return [step for step in _numbers(folder) if (_place(folder, step) / MARKER).exists()]
 
 
-def newest_good(folder: Path, report: Callable[[str], None]) -> int | None:
-    """The newest checkpoint that is what was written, if any.
+def newest_good(folder: Path, report: Callable[[str], None], before: int | None = None) -> int | None:
+    """Return the newest checkpoint that is what was written and that can be read, if any.
 
     Args:
         folder: the run's.
         report: gets a line for each newer one that is damaged or unfinished; they are left where they are.
+        before: only checkpoints of earlier steps than this; None: all.
 
     Raises:
         InputError: a newer jpipe wrote the newest.
     """
-    for step in reversed(_numbers(folder)):
+    for step in reversed([step for step in _numbers(folder) if before is None or step < before]):
         try:
             verify(folder, step)
+            layer_specs(folder, step)
         except Damaged as damaged:
             report(str(damaged))
         else:
@@ -202,6 +212,19 @@ def verify(folder: Path, step: int) -> None:
     for name, item in read_items(place, marker).items():
         verify_item(place / name, item)
     read_rows(place, marker)
+
+
+def is_all_there(folder: Path, step: int) -> bool:
+    """Return whether a checkpoint is complete and its files have their sizes; the contents of large files are not read."""
+    place = _place(folder, step)
+    try:
+        marker = read_marker(place, step)
+        for name, item in read_items(place, marker).items():
+            verify_item(place / name, item, contents=False)
+        read_rows(place, marker)
+    except InputError:
+        return False
+    return True
 
 
 def read_metrics(folder: Path, step: int) -> bytes:
@@ -301,7 +324,8 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     """Remove checkpoints that are no longer wanted, and unfinished ones that will not be finished; process 0 calls this after a save.
 
     Kept are the last `keep`; of the older ones those that `keep_every` or `keep_hours` asks for. If the newest is not all there (the
-    sizes of its files are looked at, not what is in them), nothing is removed.
+    sizes of its files are looked at, not what is in them), nothing is removed. An older one that is not all there is left where it is, and
+    is not counted.
 
     Args:
         folder: the run's.
@@ -316,9 +340,11 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     check_keep(keep)
     folder = run_folder(folder)
     whole = steps(folder)
-    if not whole or not _is_all_there(_place(folder, whole[-1]), whole[-1]):
+    if not whole or not is_all_there(folder, whole[-1]):
         return
-    kept = set(whole[-keep:])
+    damaged = {step for step in whole[:-1] if not is_all_there(folder, step)}
+    whole = [step for step in whole if step not in damaged]
+    kept = {*whole[-keep:], *damaged}
     if keep_every is not None:
         kept |= {step for step in whole if step % keep_every == 0}
     if keep_hours is not None:
@@ -333,15 +359,18 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
             _remove(_place(folder, step))
 
 
-def _is_all_there(place: Path, step: int) -> bool:
+def _digest_of_item(place: Path, name: str) -> str:
+    """The hash of what a process says it has written, all of which is still there.
+
+    Raises:
+        OSError: it is not.
+    """
+    content = (place / name).read_bytes()
     try:
-        marker = read_marker(place, step)
-        for name, item in read_items(place, marker).items():
-            verify_item(place / name, item, contents=False)
-        read_rows(place, marker)
-    except InputError:
-        return False
-    return True
+        verify_item((place / name).with_suffix(""), Item.model_validate_json(content), contents=False)
+    except Damaged as damaged:
+        raise OSError(errno.EIO, f"{damaged.path} {damaged.found}", str(damaged.path)) from None
+    return hashlib.sha256(content).hexdigest()
 
 
 def _place(folder: Path, step: int) -> Path:
@@ -401,6 +430,19 @@ def _remove(place: Path) -> None:
         raise OSError(errno.EPERM, other, str(place))
     (place / MARKER).unlink(missing_ok=True)
     shutil.rmtree(place)
+
+
+def _renamed(place: Path) -> Path:
+    """Give a checkpoint a name that no other has, and that is not the name of a checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for number in itertools.count(1):
+        other = place.with_name(f"{place.name}.old" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(other):
+            return place.rename(other)
+    raise AssertionError("count() does not end")
 
 
 def _not_ours(place: Path) -> str | None:

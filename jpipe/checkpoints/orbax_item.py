@@ -1,5 +1,6 @@
 """One process's part of a checkpoint, as an Orbax item that plain Orbax reads as well: the only code here that knows Orbax."""
 
+import errno
 import json
 import math
 import os
@@ -21,15 +22,20 @@ Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
 
 
-def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
+def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
     """Write layers as the Orbax item `path`, which appears whole or not at all; no other process is waited for.
+
+    What was written is read again and compared, so that files that vanish meanwhile, or that a disk has lost, are noticed.
 
     Args:
         path: a folder that is not there yet; the one above it is.
         layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
 
+    Returns:
+        The files of the item.
+
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, say, or what is there is not what was written.
     """
     tree = jax.tree.map(np.asarray, jax.device_get(dict(layers)))  # all leaves are on their way before the first is waited for
     item = _escaped(tree)
@@ -42,6 +48,34 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> None:
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    _compare(path, item)
+    return files
+
+
+def _compare(path: Path, item: Tree) -> None:
+    """Read an item again, one array at a time, and compare it with what was written.
+
+    Raises:
+        OSError: it is something else, or cannot be read.
+    """
+    expected = {tuple(key.key for key in names): array for names, array in jax.tree_util.tree_flatten_with_path(item)[0]}
+    try:
+        store = _store(path)
+        specs = {names: spec for names, spec in _specs(path, store).items() if spec is not None}
+        lost = expected.keys() - specs.keys()
+        same = not lost and all(
+            np.array_equal(_bytes(_array(names, specs[names], store.read(_chunk(names, specs[names])).result())), _bytes(array))
+            for names, array in expected.items()
+        )
+    except Exception as error:  # of many kinds, since files are missing
+        raise OSError(errno.EIO, f"its files cannot be read again ({type(error).__name__})", str(path)) from error
+    if not same:
+        raise OSError(errno.EIO, "its files are not what was written", str(path))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
 
 
 def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:

@@ -21,10 +21,16 @@ _MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
 
 
 class Damaged(InputError):
-    """A checkpoint that is not what was written: the message names the file and what is wrong with it."""
+    """A checkpoint that is not what was written: the message names the file and what is wrong with it.
+
+    Attributes:
+        path: of the file or folder.
+        found: what is wrong.
+    """
 
     def __init__(self, path: Path, found: str) -> None:
         super().__init__(f"{path}: {found}; take another checkpoint")
+        self.path, self.found = path, found
 
 
 class _Strict(pydantic.BaseModel):

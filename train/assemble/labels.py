@@ -10,6 +10,7 @@ import numpy as np
 from jpipe import InputError
 from train.config.config import Config
 from train.data import data
+from train.data.position import Position
 from train.data.rows import Batch, Rows
 from train.models import cross_entropy
 
@@ -34,6 +35,21 @@ class Checked:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        order: Position = self.batches.order
+        return order
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins."""
+        found: Position = self.batches.position(batch)
+        return found
+
+    def continued(self, position: Position) -> "Checked":
+        """Return the same data in batches that begin at `position`."""
+        return replace(self, batches=self.batches.continued(position))
 
     def __getitem__(self, index: int) -> Batch:
         batch = self.batches[index]
@@ -79,7 +95,7 @@ def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
         return batches
     train, validation = Checked(batches.train, "train", limits), Checked(batches.validation, "validation", limits)
     if jax.process_index() == 0:  # the others read only what their own workers need, and hear of what it refuses
-        for first in (train[0], validation[0]):
+        for first in (train[batches.first], validation[0]):
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
 

@@ -1,11 +1,14 @@
 """Checkpoints of a run, taken and written while it goes on."""
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jpipe
+from jpipe.files import shown
+from train.checkpoint.run_folder import FolderChanged
 from train.config.config import CheckpointConfig
 from train.launch.together import Together
 
@@ -53,6 +56,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._open_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # to notice that another one is in its place
         self.written: int | None = None  # the last complete one, as far as process 0 knows
 
     def arm(self, step: int) -> None:
@@ -108,6 +112,7 @@ class Checkpoints:
 
         Raises:
             OSError: as `proceed`.
+            FolderChanged: the run folder is not where it was, whatever the config says.
             jpipe.runtime.CopiesDiffer: copies of a shared parameter differ.
         """
         writing, self._writing = self._writing, None
@@ -118,6 +123,8 @@ class Checkpoints:
         try:
             with self._together.working("a checkpoint to be written"):
                 writing.result()
+        except FolderChanged:
+            raise
         except (OSError, jpipe.runtime.CopiesDiffer) as error:
             whole = checkpoints.steps(self._folder)
             kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
@@ -128,14 +135,29 @@ class Checkpoints:
                 raise OSError(error.errno, f"{what}: {error.strerror or error}; {kept}") from error
             self._say(f"{what}: {error.strerror or error}; the run goes on, {kept}")
 
+    def missing(self, step: int) -> str | None:
+        """Return in process 0 what is wrong with the checkpoint of this step, with which the run ends; None: it is there, or not due."""
+        if self._config.every is None or not self._together.is_first:
+            return None
+        from jpipe.checkpoints import files
+
+        if self.written == step and files.is_all_there(self._folder, step):
+            return None
+        whole = [number for number in files.steps(self._folder) if number != step]
+        kept = f"the last good one is of step {whole[-1]}" if whole else "there is no other"
+        what = "could not be written" if self.written != step else "is not in the run folder any more"
+        return f"the checkpoint of step {step} {what}; {kept}"
+
     def close(self) -> None:
         """Begin nothing more; what is being written is finished, if it can be."""
         self._snapshots.clear()
         self._thread.shutdown(wait=True)
+        os.close(self._open_folder)
 
     def _write(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe.checkpoints import files, save
 
+        self._check_folder()
         save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
         if not self._together.is_first:
             return
@@ -144,3 +166,16 @@ class Checkpoints:
             files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
         except OSError as error:
             raise _NotRemoved(error.errno, error.strerror) from error
+
+    def _check_folder(self) -> None:
+        """Check that the run folder is still where it was; otherwise a new one would be made there.
+
+        Raises:
+            FolderChanged: it is not.
+        """
+        try:
+            same = os.path.samestat(os.stat(self._folder), os.fstat(self._open_folder))
+        except (FileNotFoundError, NotADirectoryError):
+            raise FolderChanged(f"'{shown(self._folder)}' was moved or removed") from None
+        if not same:
+            raise FolderChanged(f"'{shown(self._folder)}' was replaced by another folder")

@@ -19,6 +19,8 @@ from train.checkpoint.history import MOST_PARTS, Count, History, Part, part, upd
 from train.checkpoint.run_folder import folder_of, is_of_this_job
 from train.config import config_file
 from train.config.config import Config, PlanConfig
+from train.config.section import MOST_ROWS
+from train.data.position import Position
 from train.launch.numeric_settings import numeric_settings
 from train.launch.together import Together
 
@@ -28,6 +30,32 @@ Resume = Literal["auto", "must", "never"]
 
 VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
 """The libraries whose versions a checkpoint says."""
+
+
+class NotRestorable(InputError):
+    """A checkpoint whose hashes fit and whose contents are not what jpipe writes."""
+
+
+class _TrainedMeanwhile(InputError):
+    """Another process has trained in the folder."""
+
+    may_pass = True  # when the command runs again
+
+
+class DataFacts(pydantic.BaseModel):
+    """Where in the training data a checkpoint is.
+
+    Attributes:
+        batch_size: rows of a batch.
+        order: where the order of the batches begins.
+        position: of the batch that comes next.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    batch_size: Annotated[Count, pydantic.Field(strict=True, ge=1)]
+    order: Position
+    position: Position
 
 
 class Facts(pydantic.BaseModel):
@@ -42,6 +70,7 @@ class Facts(pydantic.BaseModel):
         val_metrics: likewise, by their names in a row.
         versions: of jpipe and JAX, and the settings that can change numbers.
         history: the parts of the run up to this checkpoint; none where the jpipe that wrote it kept none.
+        data: the place in the training data; None where the jpipe that wrote it counted batches only.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -54,6 +83,7 @@ class Facts(pydantic.BaseModel):
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
+    data: DataFacts | None = None
 
     @pydantic.field_validator("config")
     @classmethod
@@ -88,7 +118,7 @@ class Resumed:
 
         if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
-            raise InputError(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
+            raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
     def check_precision(self, config: Config) -> None:
         """Refuse a run whose parameters are of another dtype than those of the checkpoint.
@@ -108,6 +138,23 @@ class Resumed:
     def plan(self) -> jpipe.Plan:
         """The plan that it ran by."""
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
+
+    def position(self, batch_size: int) -> Position | None:
+        """Return where in the training data the order of the batches begins; None: at the first row.
+
+        With the batch size of the checkpoint the order goes on; with another one a new order begins at the rows that come next.
+
+        Args:
+            batch_size: rows of a batch now.
+        """
+        data = self.facts.data
+        if data is not None:
+            return data.order if data.batch_size == batch_size else data.position
+        section = _config_in(self.facts.config).get("train")
+        before = section.get("batch_size") if isinstance(section, dict) else None
+        if type(before) is not int or not 1 <= before <= MOST_ROWS or before == batch_size:
+            return None
+        return Position(batch=self.step, rows=(self.step * before,), pieces=before)
 
     def parts(self) -> list[Part]:
         """Those of the run up to here; one in place of all of those that a jpipe without a history has made."""
@@ -180,47 +227,96 @@ def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Ca
     return History(before, part(plan, settings, devices, step, step, updates), plan, clock)
 
 
-def find(config: Config, resume: Resume, together: Together, say: Callable[[str], None]) -> Resumed | None:
+def find(
+    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: int | None = None, before: int | None = None
+) -> Resumed | None:
     """The newest whole checkpoint of the run's folder; None: the run begins at step 0. All processes call this.
 
+    Args:
+        config: of the run.
+        resume: whether to look for one.
+        together: the processes of the run; process 0 looks, so that all resume from the same one.
+        say: gets a line for each newer checkpoint that cannot be used.
+        step: of the checkpoint to resume from in place of the newest; what this very job has written later comes first.
+        before: only checkpoints of earlier steps than this; the one of this step could not be read.
+
     Raises:
-        InputError: `resume` is "must" and there is none; there are checkpoints, but none is complete; a newer jpipe wrote them.
+        InputError: `resume` is "must" and there is none; there are checkpoints, but none is complete; a newer jpipe wrote them; there is
+            none of `step`.
     """
 
     def look() -> str:
         try:
-            return json.dumps(_find(config, resume, say))
+            return json.dumps(_find(config, resume, say, step, before))
         except OSError as error:
             raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
 
-    found = json.loads(together.from_first("where the run resumes", look))
+    what = "where the run resumes" if before is None else f"where the run resumes before step {before}"
+    found = json.loads(together.from_first(what, look))
     if found is None:
         return None
     return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]), tuple(found["there"]))
 
 
-def _find(config: Config, resume: Resume, say: Callable[[str], None]) -> Mapping[str, Any] | None:
+def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None) -> Mapping[str, Any] | None:
+    if wanted is not None and resume == "never":
+        raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
     if config.run.dir is None:
-        if resume == "must":
-            raise InputError("--resume must: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
+        if resume == "must" or wanted is not None:
+            option = "--resume must" if wanted is None else "--from-checkpoint"
+            raise InputError(f"{option}: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
     folder = folder_of(config)
     assert folder is not None
-    if resume == "never" and not is_of_this_job(folder):  # what this job has written before a process of it failed is not refused
+    ours = is_of_this_job(folder)
+    if resume == "never" and not ours:  # what this job has written before a process of it failed is not refused
         return None
     if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
-        if resume == "must":
-            raise InputError(f"--resume must: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
+        if resume == "must" or wanted is not None:
+            option = "--resume must" if wanted is None else "--from-checkpoint"
+            raise InputError(f"{option}: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
         return None
     from jpipe.checkpoints import files as checkpoint_files
 
     there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
-    step = checkpoint_files.newest_good(folder, lambda line: say(f"checkpoint: {line}"))
-    if step is None:
+    if wanted is not None and not ours:
+        if wanted not in there:
+            known = ", ".join(map(str, there)) or "none at all"
+            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {wanted}")
+        checkpoint_files.verify(folder, wanted)
+        facts: Facts | None = _facts_of(folder, wanted)
+        step: int | None = wanted
+    else:
+        step, facts = _newest(folder, lambda line: say(f"checkpoint: {line}"), before)
+    if step is None or facts is None:
         if resume == "must" or there:
             raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
         return None
-    return {"folder": str(folder), "step": step, "facts": _facts_of(folder, step).model_dump(mode="json"), "there": there}
+    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
+
+
+def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> tuple[int | None, Facts | None]:
+    """The newest checkpoint that can be restored, as far as that can be known from its files alone, and what it says."""
+    from jpipe.checkpoints import files as checkpoint_files
+
+    def said(line: str) -> None:
+        report(passed_over(line))
+
+    while (step := checkpoint_files.newest_good(folder, said, before)) is not None:
+        try:
+            facts = _facts_of(folder, step)
+            Resumed(folder, step, facts, ()).rows()
+        except NotRestorable as error:
+            said(str(error).splitlines()[0])
+            before = step
+        else:
+            return step, facts
+    return None, None
+
+
+def passed_over(line: str) -> str:
+    """What is said of a checkpoint that cannot be restored where the one before is tried next."""
+    return f"{line.removesuffix('; take another checkpoint')}; the one before is tried"
 
 
 def at(folder: Path, step: int) -> Resumed:
@@ -240,7 +336,7 @@ def _facts_of(folder: Path, step: int) -> Facts:
     try:
         return Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
-        raise jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts") from None
+        raise NotRestorable(*jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts").args) from None
 
 
 def _config_in(text: str) -> dict[Any, Any]:
@@ -267,7 +363,7 @@ def _step(line: str, where: str) -> float:
         InputError: jpipe does not write such rows.
     """
     if len(line) > _LONGEST_ROW:
-        raise InputError(f"{where}: expected numbers by their names, found {len(line):,} characters; take another checkpoint")
+        raise NotRestorable(f"{where}: expected numbers by their names, found {len(line):,} characters; take another checkpoint")
     try:
         row = json.loads(line)
     except ValueError:
@@ -275,7 +371,7 @@ def _step(line: str, where: str) -> float:
     except RecursionError:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_number, row.values())):
-        raise InputError(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
+        raise NotRestorable(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
     return float(row["step"])
 
 

@@ -5,7 +5,9 @@ lock of the file `.lock`.
 """
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import threading
@@ -29,6 +31,13 @@ _JOB, _LOCK = ".job", ".lock"
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = ("report.html", "loss.png", "timeline.png", "memory.png", "trace.json", "planned.json", "tensorboard", "wandb")
 """What else a run writes into its folder."""
+
+
+class FolderChanged(OSError):
+    """Somebody has moved, removed, cut or replaced files of a run that goes on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(errno.ESTALE, f"{what} while the run was training")
 
 
 class RunFolder:
@@ -63,6 +72,7 @@ class RunFolder:
         self.begun_anew = False
         self._metrics: BinaryIO | None = None
         self._unwritten = b""  # rows for which the disk had no room yet
+        self._written, self._size = hashlib.sha256(), 0  # of the rows in the file
         self._writes_rows = threading.Lock()
         with self._writing() as undo:
             if not resumes:
@@ -103,12 +113,34 @@ class RunFolder:
 
         Raises:
             OSError: the disk is full, say; the next call, which may be one without rows, writes these lines as well.
+            FolderChanged: the lines before are not in the file any more.
         """
         assert self._metrics is not None, "go_on comes first"
         with interrupt.held(), self._writes_rows:
             self._unwritten += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+            self._check_file()
             while self._unwritten:  # a disk that becomes full takes a part
-                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
+                count = self._metrics.write(self._unwritten)
+                self._written.update(self._unwritten[:count])
+                self._size += count
+                self._unwritten = self._unwritten[count:]
+
+    def _check_file(self) -> None:
+        """Check that the file that is written is still in the folder, as long as it was left.
+
+        Raises:
+            FolderChanged: it is not.
+        """
+        assert self._metrics is not None
+        file = self.path / METRICS
+        try:
+            there, opened = os.lstat(file), os.fstat(self._metrics.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            raise FolderChanged(f"'{shown(file if self.path.is_dir() else self.path)}' was moved or removed") from None
+        if not os.path.samestat(there, opened):
+            raise FolderChanged(f"'{shown(file)}' was replaced by another file")
+        if there.st_size != self._size:
+            raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {there.st_size:,},")
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
         """Write what the planner predicted and what was measured into `planned.json`.
@@ -120,10 +152,19 @@ class RunFolder:
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def logged(self) -> bytes:
-        """The lines of `metrics.jsonl`, and those for which the disk had no room yet."""
+        """The lines of `metrics.jsonl`, and those for which the disk had no room yet.
+
+        Raises:
+            FolderChanged: the file is not what was written.
+            OSError: it cannot be read.
+        """
         file = self.path / METRICS
         with self._writes_rows:
-            return (file.read_bytes() if file.exists() else b"") + self._unwritten
+            self._check_file()
+            content = file.read_bytes()
+            if hashlib.sha256(content).digest() != self._written.digest():
+                raise FolderChanged(f"the rows in '{shown(file)}' were changed")
+            return content + self._unwritten
 
     def rows(self) -> list[dict[str, int | float]]:
         """What was logged so far."""
@@ -158,6 +199,7 @@ class RunFolder:
             write_atomically(self.path / _JOB, job)
         write_atomically(self.path / METRICS, rows)
         self._metrics = open_to_append(self.path / METRICS)
+        self._written, self._size = hashlib.sha256(rows.encode()), len(rows.encode())
         for left in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
             left.unlink(missing_ok=True)
 

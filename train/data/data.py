@@ -5,7 +5,7 @@ read when they are needed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import grain
@@ -14,6 +14,7 @@ from jpipe import InputError
 from train.config.config import Config
 from train.console.terminal import count
 from train.data import masked, own_data, splits, windows
+from train.data.position import Ordered, Position
 from train.data.rows import Batch, BatchesOfRows, Elements
 from train.data.splits import Split
 from train.data.targets import image_rows
@@ -51,6 +52,7 @@ class Data:
         remarks: what was left out, in words.
         vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
+        first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
     """
 
     train: Batches
@@ -61,26 +63,40 @@ class Data:
     remarks: tuple[str, ...] = ()
     vocab_size: int | None = None
     shapes: tuple[Batch, ...] = ()
+    first: int = 0
 
     @property
     def like(self) -> Batch:
         """A batch, of which only shapes and dtypes are used; the largest where they differ."""
-        return self.shapes[0] if self.shapes else self.train[0]
+        return self.shapes[0] if self.shapes else self.train[self.first]
 
 
-def load(config: Config) -> Data:
+def load(config: Config, position: Position | None = None) -> Data:
     """Read what `config.data` names and batch it as `config` says, or call what it names instead.
+
+    Args:
+        config: of the run.
+        position: where the order of the batches begins, in a run that resumes with another batch size; None: at the first row.
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
-            tokens do not fit the model.
+            tokens do not fit the model; data of the user's own has fewer batches than the run has steps.
     """
+    found = _read(config)
+    if position is not None:
+        assert isinstance(found.train, Ordered)
+        found = replace(found, train=found.train.continued(position), first=position.batch)
+    if isinstance(found.train, own_data.OwnBatches):
+        found.train.check_length(config.train.steps)
+    return found
+
+
+def _read(config: Config) -> Data:
     _check_readers(config)
     if config.data.is_built_in:
         return _built_in(config)
     if config.data.target is not None:
-        sizes = config.seed, config.train.batch_size, config.train.steps
-        train, validation = own_data.load(config.data.target, config.data.arguments, *sizes)
+        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
         amount = f"{count(len(validation), 'batch', 'es')} for validation"
         return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
     _check_objective(config)
@@ -107,7 +123,7 @@ def held_out(config: Config, path: str | None = None) -> Data:
     if target is not None and path is not None:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
-        return load(config)
+        return _read(config)
     _check_objective(config)
     found = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:

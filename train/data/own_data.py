@@ -1,8 +1,9 @@
 """Batches from a function of the user's own: what it has to return, and how a mistake in it is reported."""
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from jpipe import InputError
 from train.config import entry_point
+from train.data import position
+from train.data.position import Position
 from train.data.rows import Batch, when_sliced
 
 
@@ -18,20 +21,75 @@ from train.data.rows import Batch, when_sliced
 class OwnBatches:
     """`batches[t]`, every mistake in making one reported in a line that begins with `name`.
 
-    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read.
+    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read. In a run that
+    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
+
+    Attributes:
+        batches: the user's object.
+        name: of it, for messages.
+        batch_size: b.
+        begins: where the order of the batches begins; None: batch t is `batches[t]`.
     """
 
     batches: Any
     name: str
     batch_size: int
+    begins: Position | None = None
 
     def __len__(self) -> int:
         with entry_point.reported(f"data.target: len({self.name}) fails"):
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
-        found: Batch = when_sliced(self._specs, lambda: self._of_same_shape(index))
+        found: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
         return found
+
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        return self.begins or position.start(self.batch_size)
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins."""
+        order = self.order
+        return Position(batch=batch, rows=(order.total + (batch - order.batch) * self.batch_size,), pieces=order.pieces)
+
+    def continued(self, position: Position) -> "OwnBatches":
+        """Return the same data in batches that begin at `position`."""
+        return replace(self, begins=position)
+
+    def check_length(self, steps: int) -> None:
+        """Check that there are enough batches for a run of that many steps.
+
+        An object may begin again after its last batch, whatever its `len()` is, so its last batch that is needed is made.
+
+        Raises:
+            InputError: there are too few.
+        """
+        if not hasattr(self.batches, "__len__"):
+            return
+        need, have = -(-self.position(steps).total // self.batch_size), len(self)
+        if have >= need:
+            return
+        if not isinstance(self.batches, (list, tuple)):
+            with contextlib.suppress(InputError):
+                self._of_same_shape(need - 1)
+                return
+        why = f"every t < train.steps {steps}" if need == steps else f"every t < {need}, for the rows up to train.steps {steps}"
+        raise InputError(
+            f"data.target: expected {self.name} to give batch t for {why}, found a {type(self.batches).__name__} of {have}; repeat them or "
+            "lower train.steps"
+        )
+
+    def _at(self, row: int) -> Batch:
+        """The batch whose first row is this one."""
+        index, skipped = divmod(row, self.batch_size)
+        first = self._of_same_shape(index)
+        if not skipped:
+            return first
+        parts = first, self._of_same_shape(index + 1)
+        joined: Batch = jax.tree.map(lambda one, next_: np.concatenate([one[skipped:], next_[:skipped]]), *parts)
+        return joined
 
     @cached_property
     def _specs(self) -> Batch:
@@ -76,14 +134,14 @@ def digest(train: OwnBatches, validation: OwnBatches) -> str:
     return found.hexdigest()
 
 
-def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, steps: int) -> tuple[OwnBatches, OwnBatches]:
+def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
     """(train, validation) from `target(seed, batch_size, **arguments)`.
 
-    `train[t]` is batch t, for any t < `steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
+    `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
     same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
 
     Raises:
-        InputError: the target does not exist, fails, or returns something else, or a list of too few batches.
+        InputError: the target does not exist, fails, or returns something else.
     """
     found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
     if not isinstance(found, Sequence) or len(found) != 2:
@@ -97,10 +155,4 @@ def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int, ste
     train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
-    # An object of another kind may begin again after its last batch, whatever its len() is.
-    if isinstance(found[0], (list, tuple)) and len(train) < steps:
-        raise InputError(
-            f"data.target: expected train to give batch t for every t < train.steps {steps}, found a {type(found[0]).__name__} of "
-            f"{len(train)}; repeat them or lower train.steps"
-        )
     return train, validation

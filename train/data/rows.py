@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from planner.machine.local import usable_cores
+from train.data import position
+from train.data.position import Position
 
 Tree = Any
 Batch = tuple[Tree, Tree]
@@ -58,30 +60,58 @@ class Elements(Protocol):
     def __getitem__(self, index: int, /) -> Batch: ...
 
 
+@runtime_checkable
+class Pieces(Protocol):
+    """Elements whose order depends on the number of pieces into which they are cut."""
+
+    def in_pieces(self, pieces: int, /) -> Elements:
+        """Return the same elements cut into that many pieces."""
+        ...
+
+
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is.
+    """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is; another `order` moves them.
 
     Attributes:
         elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
             called when that array's row is read, with others at a time.
         batch_size: b.
         spec: shapes and dtypes of one of them.
+        begins: where the order of the batches begins; None: batch 0 is made of the first elements.
     """
 
     elements: Elements
     batch_size: int
     spec: Batch
+    begins: Position | None = None
 
     def __len__(self) -> int:
         return len(self.elements) // self.batch_size
 
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        return self.begins or position.start(self.batch_size)
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins."""
+        order = self.order
+        return Position(batch=batch, rows=(order.total + (batch - order.batch) * self.batch_size,), pieces=order.pieces)
+
+    def continued(self, position: Position) -> "BatchesOfRows":
+        """Return the same rows in batches that begin at `position`."""
+        elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
+        return replace(self, elements=elements, begins=position)
+
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
+        order = self.order
+        first = order.total + (index - order.batch) * self.batch_size
 
         @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly alike
         def rows(start: int, stop: int) -> list[list[Any]]:
-            return [jax.tree.leaves(self.elements[index * self.batch_size + i]) for i in range(start, stop)]
+            return [jax.tree.leaves(self.elements[first + i]) for i in range(start, stop)]
 
         found = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
         batch: Batch = jax.tree.unflatten(structure, found)

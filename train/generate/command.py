@@ -7,6 +7,7 @@ import jax
 
 from jpipe import InputError
 from train.console import interrupt
+from train.console.exit_codes import failed
 from train.console.terminal import fail, first_line, printable
 from train.generate.generate import Request, main
 
@@ -23,7 +24,7 @@ def run(request: Request) -> int:
         request = request if request.prompts else replace(request, prompts=(_read(),))
         return 0 if main(request, _write, _say) else 130
     except InputError as error:
-        return fail(str(error), 2)
+        return failed(error)
     except jax.errors.JaxRuntimeError as error:
         return fail(
             f"generate: a device failed: {printable(first_line(error))}; if it lacks memory, use --devices, --dtype or fewer prompts", 1

@@ -19,6 +19,7 @@ import planner
 from train.assemble.build import start_devices
 from train.config import config_file
 from train.config.config import Config
+from train.console.exit_codes import code_of, may_pass
 from train.launch import distributed
 from train.launch.numeric_settings import numeric_settings
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 # Seconds from the last message to the end, of process 0 and of the others. The library ends processes that are stuck after 5 s, process 0
 # after 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
+_MAY_PASS = "whether another try may succeed"
 _LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
@@ -45,7 +47,7 @@ class ReportedElsewhere(Exception):
 
     def __init__(self, index: int, teller: str, reason: Exception) -> None:
         super().__init__(f"process {index} ends; {teller} says why")
-        self.code = 2 if isinstance(reason, jpipe.InputError) else 1
+        self.code = code_of(reason) if isinstance(reason, jpipe.InputError) else 1
 
 
 class Together:
@@ -87,14 +89,45 @@ class Together:
         except jpipe.InputError as error:
             done, problem = None, error
         if self.processes is not None:
+            passing = "" if problem is None or not may_pass(problem) else "yes"
             try:
-                self.processes.agree({"outcome": "" if problem is None else str(problem)})
+                self.processes.agree({"outcome": "" if problem is None else str(problem), _MAY_PASS: passing})
             except jpipe.InputError as difference:
                 self.all_know = True
+                difference.may_pass = any(line.startswith(_MAY_PASS) for line in difference.args)  # type: ignore[attr-defined]
                 raise problem or ReportedElsewhere(self.processes.index, "another process", difference) from None
         if problem is not None:
             raise self.shared(problem)
         return cast(T, done)
+
+    def attempt(self, what: str, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
+        """The result of `work` if no process fails with `failure`, or what went wrong; other errors are raised as by `run_on_all`.
+
+        Args:
+            what: what `work` does, unique in a run.
+            work: called in all processes.
+            failure: the error after which the run goes on.
+
+        Returns:
+            The result and ""; or, in all processes if one of them fails, None and the message of the first that does.
+        """
+
+        def caught() -> T | jpipe.InputError:
+            try:
+                return work()
+            except failure as error:
+                return error
+
+        done = self.run_on_all(caught)
+        wrong = str(done) if isinstance(done, failure) else ""
+        if self.processes is not None:
+            if wrong:
+                self.processes.broadcast(f"{what}: process {self.index}", list(map(float, wrong.encode())))
+            self.processes.barrier(what)
+            for k in range(self.processes.count):
+                if self.processes.has_message(name := f"{what}: process {k}"):
+                    return None, bytes(map(int, self.processes.receive(name, k))).decode()
+        return (None, wrong) if wrong else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str]) -> str:
         """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.

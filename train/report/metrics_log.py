@@ -8,7 +8,7 @@ import jpipe
 from jpipe.files import shown
 from train.assemble.optimizer import learning_rate
 from train.checkpoint.history import History
-from train.checkpoint.run_folder import METRICS, RunFolder
+from train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.launch.together import Together
@@ -146,14 +146,28 @@ class MetricsLog:
         """Try again to write the rows that are missing on disk, if there are any."""
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
-            if self._lacks_rows:
-                self._reporter.say(f"'{shown(self._folder.path / METRICS)}' lacks its last rows")
+
+    def check_complete(self, end: int) -> None:
+        """Check that the rows of all steps before `end` are written, wherever there is a folder for them.
+
+        Raises:
+            RunStopped: some are missing.
+            FolderChanged: somebody has changed them.
+        """
+        if self.through < end - 1:
+            missing = f"step {self.through + 1}" if self.through == end - 2 else f"steps {self.through + 1} to {end - 1}"
+            raise self._together.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
+        if self._folder is None:
+            return
+        if self._lacks_rows:
+            raise RunStopped(f"'{shown(self._folder.path / METRICS)}' lacks its last rows, for which there was no room on the disk")
+        self._folder.logged()
 
     def _log(self, folder: RunFolder, *rows: dict[str, int | float]) -> None:
         try:
             folder.log(*rows)
         except OSError as error:
-            if self._needs_disk:
+            if self._needs_disk or isinstance(error, FolderChanged):
                 raise
             if not self._lacks_rows:
                 self._reporter.say(

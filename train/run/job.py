@@ -11,6 +11,7 @@ from train.checkpoint import run_folder
 from train.checkpoint.resume import Resume
 from train.config import config_file
 from train.console import interrupt
+from train.console.exit_codes import failed
 from train.console.terminal import fail, printable
 from train.launch import distributed, together
 from train.report.metrics_log import RunStopped
@@ -36,13 +37,20 @@ class Address(NamedTuple):
 
 
 def train(
-    config: str, overrides: Sequence[str], allow_code: bool, resume: Resume, address: Address, connect_limit: float, wait_limit: float
+    config: str,
+    overrides: Sequence[str],
+    allow_code: bool,
+    resume: Resume,
+    address: Address,
+    connect_limit: float,
+    wait_limit: float,
+    from_checkpoint: int | None = None,
 ) -> int:
     """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line."""
 
     def work(connect: Callable[[], int]) -> int:
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
-        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume))
+        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume, from_checkpoint))
 
     return _run(work, address, connect_limit, wait_limit)
 
@@ -79,7 +87,7 @@ def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_lim
     try:
         done = work(connect)
     except InputError as error:
-        code = fail(str(error), 2)
+        code = failed(error)
     except together.ReportedElsewhere as error:
         code = fail(str(error), error.code)
     except (RunStopped, PeerLost) as error:

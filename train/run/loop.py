@@ -15,13 +15,14 @@ from train.assemble import compile_cache, model
 from train.assemble.build import build, check, prepare_devices
 from train.assemble.meshes import has_meshes, mesh_words
 from train.checkpoint.checkpoints import Checkpoints
-from train.checkpoint.resume import VERSIONS, Resume, Resumed
+from train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from train.checkpoint.resume import find as find_resumed
 from train.checkpoint.resume import history as find_history
-from train.checkpoint.run_folder import RunFolder
+from train.checkpoint.run_folder import FolderChanged, RunFolder
 from train.config.config import AUTO, Config
 from train.config.config_file import to_yaml
 from train.console import interrupt
+from train.console.exit_codes import reported_by_system
 from train.console.preemption import Preemption
 from train.console.progress import Reporter
 from train.console.terminal import count, first_line
@@ -33,14 +34,19 @@ from train.report import logs, mfu, report
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from train.report.summary import Summary, print_summary, stages_of, write_report
-from train.run.starting import begin, check_shared, go_on, make_folder, starting_params, tell_resumed
+from train.run.starting import begin, check_shared, go_on, make_folder, read_layers, starting_params, tell_resumed
 from train.run.training import Training
 
 _MANY_LAYERS = 100  # checking so many takes seconds, a thousand about a minute and a half
 
 
 def main(
-    config: Config, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0, resume: Resume = "auto"
+    config: Config,
+    num_processes: int = 1,
+    connect_limit: float = 300.0,
+    wait_limit: float = 45.0,
+    resume: Resume = "auto",
+    from_checkpoint: int | None = None,
 ) -> Summary:
     """Train as `config` says.
 
@@ -50,6 +56,7 @@ def main(
         connect_limit: seconds that each waits for the others at the start.
         wait_limit: seconds without progress in any of them after which the run is given up.
         resume: whether to go on with what the run's folder holds.
+        from_checkpoint: the step of the checkpoint to resume from; None: of the newest that can be restored.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was made but one that not all
@@ -61,7 +68,7 @@ def main(
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
-        together.agree(lambda: facts(config) | {"--resume": resume})
+        together.agree(lambda: facts(config) | {"--resume": resume, "--from-checkpoint": str(from_checkpoint)})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
         together.run_on_all(lambda: logs.check(config) if together.is_first else None)
         not_kept = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
@@ -69,19 +76,14 @@ def main(
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
         if not_kept:
             reporter.say(not_kept)
-        resumed = find_resumed(config, resume, together, reporter.say)
+        resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
             return nothing_left(resumed, config, reporter)
-        plan = None
-        if config.plan.file == AUTO:
-            same = resumed is not None and resumed.facts.devices == jax.device_count()
-            plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-        pipe, batches = together.run_on_all(lambda: ready(config, reporter, plan))
-        together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, fixed=from_checkpoint is not None)
         interrupt.check()
         if resumed is not None:
-            tell_resumed(resumed, config, pipe.plan, reporter)
-        given = starting_params(config, pipe, batches, together, resumed, reporter)
+            tell_resumed(resumed, config, pipe.plan, batches, reporter)
+        given = starting_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
@@ -92,14 +94,53 @@ def main(
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
+            if isinstance(error, FolderChanged):
+                raise RunStopped(f"{error.strerror}; {newest_of(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{reason(error)}{logged}") from error
+                raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
 
 
-def ready(config: Config, reporter: Reporter, plan: jpipe.Plan | None = None) -> tuple[jpipe.Pipeline, data.Data]:
+def prepared(
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, *, fixed: bool
+) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
+    """The pipeline, its data, where it resumes and the layers to restore; the checkpoint before is taken if one cannot be read.
+
+    Args:
+        config: of the run.
+        together: the processes of the run, which all take the same checkpoint.
+        resumed: the checkpoint to begin with.
+        resume: as in `main`.
+        reporter: gets a line for each checkpoint that cannot be read.
+        fixed: no other checkpoint may be taken.
+
+    Raises:
+        jpipe.InputError: something does not fit, or no checkpoint can be read.
+    """
+    while True:
+        plan = None
+        if config.plan.file == AUTO:
+            same = resumed is not None and resumed.facts.devices == jax.device_count()
+            plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
+        pipe, batches = together.run_on_all(lambda plan=plan, resumed=resumed: ready(config, reporter, plan, resumed))
+        together.agree(lambda pipe=pipe, batches=batches: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        if resumed is None:
+            return pipe, batches, None, None
+        layers, wrong = read_layers(config, pipe, batches, together, resumed)
+        if layers is not None:
+            return pipe, batches, resumed, layers
+        if fixed:
+            raise together.shared(jpipe.InputError(wrong))
+        reporter.say(f"checkpoint: {passed_over(wrong)}")
+        resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
+
+
+def ready(
+    config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
+) -> tuple[jpipe.Pipeline, data.Data]:
     """The pipeline and its data, all that can be refused before a device works refused."""
-    pipe, batches = build(config, reporter, plan)
+    position = None if resumed is None else resumed.position(config.train.batch_size)
+    pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     layers = len(pipe.stack.ids)
     with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():
         return pipe, check(config, pipe, batches)
@@ -131,14 +172,14 @@ def run(
         together.run_on_all(lambda: check_shared(config, path, together))
         announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
-            state = begin(config, pipe, batches, together, resumed, given)
+            state = begin(config, pipe, batches, resumed, given)
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
             sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         tell_transfers(pipe, reporter)
         if resumed is not None:
-            together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed))
+            together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed, reporter.say))
         measure = Measure(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
@@ -159,6 +200,10 @@ def run(
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
                 ended = summary.val_loss_after is not None
+        except jpipe.InputError as error:
+            if reported_by_system(error) is None:
+                raise
+            raise RunStopped(str(error)) from error  # it could be read before, and perhaps will be again
         finally:
             if others is not None and (not ended or preemption.signal is not None):
                 others.hurry()
@@ -212,9 +257,23 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
 
 
-def reason(error: Exception) -> str:
+def newest_of(folder: RunFolder | None) -> str:
+    """What is left of a run whose folder was changed, in words."""
+    from jpipe.checkpoints import files
+
+    try:
+        whole = [] if folder is None else files.steps(folder.path)
+    except jpipe.InputError:
+        whole = []
+    return f"its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "no checkpoint is left there"
+
+
+def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
+        file = error.filename if isinstance(error.filename, str) else None
+        if file is not None and folder is not None and not Path(file).is_relative_to(folder.path):
+            return f"'{file}' cannot be read or written: {error.strerror or error}"
         return f"the run folder cannot be written: {error.strerror or error}"
     said = first_line(error)
     if isinstance(error, jpipe.runtime.CopiesDiffer):

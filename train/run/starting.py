@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from train.config.config import Config
 from train.console import interrupt
 from train.console.progress import Reporter
 from train.data import data
+from train.data.position import Ordered
 from train.launch.together import Together
 
 
-def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, reporter: Reporter) -> None:
+def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
     """Where the run goes on, and what is not as it was."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+    if batches.first:
+        assert isinstance(batches.train, Ordered)
+        reporter.say(f"the training data go on at row {batches.train.position(resumed.step).total:,}")
     then, now = mesh_words(resumed.plan), mesh_words(plan)
     if then != now:
         reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
@@ -64,12 +69,14 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
     return folder
 
 
-def go_on(config: Config, folder: RunFolder, resumed: Resumed) -> None:
+def go_on(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
     """Take the run folder over, now that the checkpoint is read: what came after it will be written again."""
     with interrupt.held():
         rows = resumed.rows()
-        _begin_checkpoints(config, folder.path, resumed.step)  # first of all: an unfinished one may have filled the disk
+        kept = _begin_checkpoints(config, folder.path, resumed.step)  # first of all: an unfinished one may have filled the disk
         folder.go_on(rows)
+    if kept:
+        say(f"checkpoints of later steps are kept as {', '.join(kept)} in '{shown(folder.path / 'checkpoints')}'")
 
 
 def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:
@@ -95,31 +102,48 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
             time.sleep(0.1)
 
 
-def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> None:
-    if config.checkpoint.every is not None:
-        from jpipe.checkpoints import files as checkpoint_files
+def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> list[str]:
+    if config.checkpoint.every is None:
+        return []
+    from jpipe.checkpoints import files as checkpoint_files
 
-        checkpoint_files.begin(folder, step)
+    return checkpoint_files.begin(folder, step)
+
+
+def read_layers(
+    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed
+) -> tuple[dict[str, Any] | None, str]:
+    """The layers of this process's workers; or None and what is damaged, in all processes if one finds some of its layers damaged.
+
+    Raises:
+        jpipe.InputError: the checkpoint is of another model or optimizer.
+    """
+
+    def read() -> dict[str, Any]:
+        pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=config.resume.optimizer == "reset")
+        return resumed.layers(pipe)  # of the model's shapes, whoever wrote them
+
+    from jpipe.checkpoints.records import Damaged
+
+    resumed.check_precision(config)
+    return together.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
 
 
 def begin(
     config: Config,
     pipe: jpipe.Pipeline,
     batches: data.Data,
-    together: Together,
     resumed: Resumed | None,
     given: dict[str, Any] | None = None,
 ) -> jpipe.State:
-    """Weights that are fresh, or given, or those of the checkpoint; everything compiled.
+    """Weights that are fresh, or those in `given`: parameters to begin with, or the layers of the checkpoint; everything compiled.
 
     Raises:
-        jpipe.InputError: the checkpoint is of another model or optimizer, or damaged.
+        jpipe.InputError: the checkpoint is of another model or optimizer.
     """
     key = jax.random.key(config.seed)
     if resumed is None:
         return pipe.init(key, batches.like, given, buckets=batches.shapes)
-    resumed.check_precision(config)
-    fresh = config.resume.optimizer == "reset"
-    together.run_on_all(lambda: pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh))
-    layers = together.run_on_all(lambda: resumed.layers(pipe))  # of the model's shapes, whoever wrote them
+    assert given is not None
+    fresh, layers = config.resume.optimizer == "reset", given
     return pipe.restore(key, batches.like, layers, resumed.step, fresh_optimizer=fresh, buckets=batches.shapes)

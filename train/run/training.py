@@ -16,6 +16,7 @@ from train.config.config import TrainConfig
 from train.console import interrupt
 from train.console.preemption import Preemption
 from train.data.data import Batches
+from train.data.position import Ordered
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from train.report.summary import Summary, name_of
@@ -59,7 +60,7 @@ class Training:
         """Train from `state` on.
 
         Raises:
-            RunStopped: a signal ended the run, and its checkpoint could not be written.
+            RunStopped: rows are missing at the end of the run, or its checkpoint could not be written.
             NonFiniteLoss: training diverged.
             KeyboardInterrupt: Ctrl-C.
         """
@@ -93,6 +94,7 @@ class Training:
         checkpoints.proceed(log.through, facts_of)
         checkpoints.finish()
         log.close()
+        self._check_complete(steps)
         interrupt.check()
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
 
@@ -117,7 +119,31 @@ class Training:
         """What a checkpoint of this step says of the run so far; `before` is the validation before training."""
         known = self.log.validated(step) or {}
         loss = known.pop("val_loss", None)
-        return {"val_loss": loss, "val_metrics": known, "val_loss_before": mean_loss(before), "history": self.history.facts(step)}
+        assert isinstance(self.batches, Ordered)
+        places = {"order": self.batches.order, "position": self.batches.position(step)}
+        return {
+            "val_loss": loss,
+            "val_metrics": known,
+            "val_loss_before": mean_loss(before),
+            "history": self.history.facts(step),
+            "data": {"batch_size": self.config.batch_size} | {name: place.model_dump(mode="json") for name, place in places.items()},
+        }
+
+    def _check_complete(self, step: int, why: str = "") -> None:
+        """Check that the rows of all steps before this one are written, and the checkpoint, if there is to be one.
+
+        Args:
+            step: at which the run ends.
+            why: the run ends, for messages.
+
+        Raises:
+            RunStopped: they are not.
+            OSError: they cannot be read, or somebody has changed them.
+        """
+        self.log.check_complete(step)
+        problem = self.checkpoints.missing(step)
+        if problem is not None:
+            raise RunStopped(f"{why}{problem}")
 
     def _stopped(self, state: jpipe.State, before: float) -> Summary:
         """The end of a run that a signal ends, and whose checkpoint is written.
@@ -129,9 +155,8 @@ class Training:
         self.checkpoints.finish()
         self.log.close()
         jax.block_until_ready(self.pipe.drain(state))  # so that processes leave with nothing under way between them
-        if self.log.folder is not None and self.checkpoints.written != cut:
-            raise RunStopped(f"stopped by {name_of(number)}; the checkpoint of step {cut} could not be written")
         assert cut is not None
+        self._check_complete(cut, f"stopped by {name_of(number)}; ")
         return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number)
 
 

@@ -3,13 +3,15 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import jax
 import numpy as np
 
+from train.data import position
+from train.data.position import Position
 from train.data.rows import AllRows, Batch, BatchesOfRows, Elements
 from train.data.targets.sentences import check_held_out, in_order, nothing_to_learn
 
@@ -24,11 +26,13 @@ class TrainingBatches:
         buckets: rows of each, without end.
         rows: how many rows of each bucket an epoch has.
         seed: of the order.
+        begins: where the order of the batches begins; None: at the first rows of all buckets.
     """
 
     buckets: tuple[BatchesOfRows, ...]
     rows: tuple[int, ...]
     seed: int
+    begins: Position | None = None
 
     def __len__(self) -> int:
         return max(map(len, self.buckets))
@@ -37,20 +41,59 @@ class TrainingBatches:
         bucket, number = self.place(index)
         return self.buckets[bucket][number]
 
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        return self.begins or position.start(self._batch_size, len(self.buckets))
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins: how many rows of each bucket come before it."""
+        before, _, earlier = self._epoch_of(batch)
+        counts = [count + int((earlier == bucket).sum()) for bucket, count in enumerate(before)]
+        order = self.order
+        rows = tuple(rows + count * self._batch_size for rows, count in zip(order.rows, counts, strict=True))
+        return Position(batch=batch, rows=rows, pieces=order.pieces)
+
+    def continued(self, position: Position) -> "TrainingBatches":
+        """Return the same rows in batches that begin at `position`, which may be of other buckets: then the number of rows counts."""
+        if len(position.rows) != len(self.buckets):
+            same = replace(self, begins=None, buckets=tuple(replace(each, batch_size=position.pieces) for each in self.buckets))
+            position = position.model_copy(update={"rows": same.position(position.total // position.pieces).rows})
+        begins = [Position(batch=0, rows=(rows,), pieces=position.pieces) for rows in position.rows]
+        buckets = tuple(each.continued(first) for each, first in zip(self.buckets, begins, strict=True))
+        return replace(self, begins=position, buckets=buckets)
+
     def place(self, index: int) -> Place:
         """Where a batch comes from."""
-        epoch = index * self.buckets[0].batch_size // sum(self.rows)  # this one or a little later
-        while sum(self._before(epoch + 1)) <= index:
+        before, bucket, earlier = self._epoch_of(index)
+        return bucket, before[bucket] + int((earlier == bucket).sum())
+
+    def _epoch_of(self, index: int) -> tuple[tuple[int, ...], int, np.ndarray]:
+        """Of a batch: the batches of each bucket before its epoch, its bucket, and the buckets of the epoch's earlier batches."""
+        order = self.order
+        ahead = index - order.batch
+        epoch = max((order.total + ahead * self._batch_size) // sum(self.rows), self._first_epoch)  # this one or a little later
+        while sum(self._before(epoch + 1)) <= ahead:
             epoch += 1
         before = self._before(epoch)
-        order = _shuffled(self.seed, epoch, tuple(b - a for a, b in zip(before, self._before(epoch + 1), strict=True)))
-        at = index - sum(before)
-        bucket = int(order[at])
-        return bucket, before[bucket] + int((order[:at] == bucket).sum())
+        buckets = _shuffled(self.seed, epoch, tuple(b - a for a, b in zip(before, self._before(epoch + 1), strict=True)))
+        at = ahead - sum(before)
+        return before, int(buckets[at]), buckets[:at]
+
+    @property
+    def _batch_size(self) -> int:
+        return self.buckets[0].batch_size
+
+    @cached_property
+    def _first_epoch(self) -> int:
+        """The epoch in which the order begins."""
+        return max(0, *(-(-seen // rows) - 1 for seen, rows in zip(self.order.rows, self.rows, strict=True) if rows))
 
     def _before(self, epoch: int) -> tuple[int, ...]:
-        """The batches of each bucket before an epoch."""
-        return tuple(epoch * rows // self.buckets[0].batch_size for rows in self.rows)
+        """The batches of each bucket before an epoch, counted from where the order begins."""
+        if epoch <= self._first_epoch:
+            return (0,) * len(self.rows)
+        return tuple((epoch * rows - seen) // self._batch_size for rows, seen in zip(self.rows, self.order.rows, strict=True))
 
 
 @dataclass(frozen=True)

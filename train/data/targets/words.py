@@ -1,7 +1,7 @@
 """A running text by words, for AWD-LM: row b of a batch goes on where row b of the batch before has ended."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ class Streams:
 
     Attributes:
         words: the numbers of all words.
-        rows: of a batch.
+        rows: of a batch, or of one when the run began.
         length: of a window.
         epochs: the windows come again and again.
     """
@@ -34,6 +34,10 @@ class Streams:
     rows: int
     length: int
     epochs: bool
+
+    def in_pieces(self, pieces: int) -> "Streams":
+        """Return the same text in that many pieces, those of a run that goes on with another batch size."""
+        return replace(self, rows=pieces)
 
     @property
     def windows(self) -> int:

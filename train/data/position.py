@@ -1,0 +1,51 @@
+"""Where in the training data a batch begins, counted in rows, so that a resumed run may have another batch size."""
+
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+import pydantic
+
+Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**53)]
+
+
+class Position(pydantic.BaseModel):
+    """A place in the training data.
+
+    Attributes:
+        batch: the number of the batch that begins there.
+        rows: how many rows come before it; one number per bucket if batches have several shapes.
+        pieces: the batch size with which the run began: a running text is cut into that many pieces.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
+
+    batch: Count
+    rows: Annotated[tuple[Count, ...], pydantic.Field(min_length=1, max_length=10**4)]
+    pieces: Annotated[Count, pydantic.Field(ge=1)]
+
+    @property
+    def total(self) -> int:
+        """Rows before it, of all buckets."""
+        return sum(self.rows)
+
+
+def start(batch_size: int, buckets: int = 1) -> Position:
+    """Return the position of batch 0 of a run that begins."""
+    return Position(batch=0, rows=(0,) * buckets, pieces=batch_size)
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """Training batches that know which rows are in which batch."""
+
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins; no earlier batch can be read."""
+        ...
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins, not earlier than `order`."""
+        ...
+
+    def continued(self, position: Position) -> Any:
+        """Return the same data in an order that begins at `position`."""
+        ...
