@@ -15,9 +15,10 @@ from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
+from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._state import State, WorkerState, fingerprint
+from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
 from jpipe.runtime._transport import Sent, Transport, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
@@ -41,6 +42,7 @@ class Executor:
         buckets: the shapes of batches, all with the same rows, weights and layer state.
         places: where each worker computes.
         processes: the processes of the run, if there are several.
+        facts: what else has to be the same in all processes, by name.
 
     Attributes:
         specs: of one microbatch of each bucket.
@@ -56,10 +58,11 @@ class Executor:
         buckets: Sequence[Bucket],
         places: Sequence[Place],
         processes: Processes | None,
+        facts: Mapping[str, str],
     ) -> None:
-        if processes is not None:  # another mesh, say, would be noticed only when shapes of messages differ
-            processes.agree({"plan": plan.to_json()} | ({"buckets": told([bucket.spec for bucket in buckets])} if len(buckets) > 1 else {}))
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
+        if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
+            processes.agree({"plan": plan.to_json(), "shape of a microbatch": told(self.specs), "model": model_of(functions), **facts})
         self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._processes = plan, steps, processes
         shares = [shares_of(plan, f) for f in functions]
@@ -80,6 +83,9 @@ class Executor:
         self._exchange = MetricsExchange(
             plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
         )
+        self._comparison: BatchComparison | None = None
+        if processes is not None:
+            self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
         # The last stage, by bucket, and names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self.fingerprint = fingerprint(plan, places, self.specs, functions)
@@ -108,8 +114,11 @@ class Executor:
     def step(self, state: State, batch: Batch, bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
         """Feed one batch, which is of a bucket; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
+        data = _on_host(batch)
+        if self._comparison is not None:
+            self._comparison.step(state.batch, data)
         buckets = (*state.buckets, bucket)[-self._steps.in_flight :] if len(self.specs) > 1 else ()
-        workers, found = self._run(program, shift, state.workers, batch, _by_batch(buckets, state.batch + 1), observe)
+        workers, found = self._run(program, shift, state.workers, data, _by_batch(buckets, state.batch + 1), observe)
         is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
         start = state.batch + 1 if is_empty else state.start
         return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, found)
@@ -119,7 +128,7 @@ class Executor:
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, found = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), observe)
+        workers, found = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), observe)
         return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
 
     def drained_copy(self, state: State) -> State:
@@ -128,7 +137,7 @@ class Executor:
         if state.start == state.batch:
             return state
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, _ = self._run(program, shift, state.workers, None, _by_batch(state.buckets, state.batch), None)
+        workers, _ = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), None)
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
@@ -164,6 +173,9 @@ class Executor:
 
     def evaluate(self, state: State, batch: Batch, count: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
         """Forward `count` microbatches of a bucket; see `Pipeline.evaluate`."""
+        host = _on_host(batch)
+        if self._comparison is not None:
+            self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         state, version = self.settle(state, weights)
         state = self.average(state)
         program = lower_evaluation(self._plan, count, version)
@@ -172,7 +184,7 @@ class Executor:
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
-        data = read_data(program, workers, _on_host(batch), rows_of(self.specs[0]))
+        data = read_data(program, workers, host, rows_of(self.specs[0]))
         measuring = self._evaluating(bucket, metrics)
         stages = {w: [*those[:bucket], measuring[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
         _, found = run(program, 0, stages, lambda _: bucket, workers, self._transport, data)
@@ -210,12 +222,12 @@ class Executor:
         program: Program,
         shift: int,
         workers: Sequence[WorkerState],
-        batch: Batch | None,
+        batch: Mapping[str, Tree],
         buckets: Callable[[int], int],
         observe: Observer | None,
     ) -> tuple[Iterable[WorkerState], Found]:
         states = dict(zip(self.stages, workers, strict=True))
-        data = read_data(program, states, {} if batch is None else _on_host(batch), rows_of(self.specs[0]))
+        data = read_data(program, states, batch, rows_of(self.specs[0]))
         left, found = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
         return left.values(), found
 
