@@ -67,6 +67,8 @@ class Coordinator:
             case {"meet": place, "facts": facts}:
                 present = self._meetings.setdefault(place, {})
                 present[sender] = facts
+                if early := self._left_early():
+                    return {"refused": early}
                 if len(present) == self._count and place == END and self._comparisons:
                     name, (compared, hint) = next(iter(self._comparisons.items()))
                     return {"refused": f"only {_named(compared)} came to {name}; {hint}"}
@@ -83,12 +85,30 @@ class Coordinator:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
                 own = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
-                still = min(other.still for other in self._beats.values())
-                if own.seconds > own.limit and still > own.limit:  # not while large arrays are on their way, over slow links
+                if own.seconds > own.limit and self.still() > own.limit:  # not while large arrays are on their way, over slow links
                     culprit = self._culprit(sender)
                     if not self._may_wait(culprit, own):
                         return {"lost": self._blame(sender, culprit)}
         return None
+
+    def _left_early(self) -> str | None:
+        """What to say where a process has come to the end while another waits for it elsewhere."""
+        for place, present in self._meetings.items():
+            for process in self.finished():
+                if place != END and process not in present:
+                    return (
+                        f"process {process} has finished, and '{place}' of {_named(sorted(present))} waits for it; "
+                        "call the same methods of the pipeline in all processes"
+                    )
+        return None
+
+    def still(self) -> float:
+        """Seconds since anything has moved in any process."""
+        return min((beat.still for beat in list(self._beats.values())), default=0.0)
+
+    def finished(self) -> set[int]:
+        """The processes that wait at the end for the others."""
+        return set(self._meetings.get(END, ()))
 
     def _culprit(self, waiter: int) -> int:
         """Who hangs when `waiter` has waited too long: of those it waits for, those that these wait for, and so on, the first that does

@@ -172,6 +172,14 @@ class Processes:
         """
         self._inbox.check()
 
+    def still(self) -> float:
+        """Seconds since anything has moved in any process, as process 0 knows: an array, a wait that ended, an instruction."""
+        return self._channel.still()
+
+    def finished(self) -> set[int]:
+        """The processes that have called `close`, as process 0 knows: what they have not sent before they never send."""
+        return self._channel.finished()
+
     def fail(self, error: BaseException) -> None:
         """Say that a thread of this process failed that nobody waits for: the waits of all others raise the first such error.
 
