@@ -207,7 +207,7 @@ class Pipeline:
         specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
         given = given_params({} if params is None else params, specs)
         self.stack.ties.check_given(given)
-        executor = self._compile(batch, buckets)
+        executor = self._compile(batch, buckets, {"key": _bits(key)})
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
@@ -241,7 +241,7 @@ class Pipeline:
             InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         key = as_key(key)
-        executor = self._compile(batch, buckets)
+        executor = self._compile(batch, buckets, {"key": _bits(key), "batch to go on with": str(at)})
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
@@ -282,7 +282,8 @@ class Pipeline:
         Args:
             state: consumed; use the returned one from here on.
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
-                a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read.
+                a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
+                processes all pass the same batch; of NumPy and JAX arrays some rows are compared.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
@@ -296,9 +297,9 @@ class Pipeline:
         bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
         if self._results.is_of(state, batch, rows):
             return current, carried
-        data = executor.read(current, batch)
+        read = executor.read(current, batch)
         try:
-            kept = consume(self._results, state, current, carried, lambda *given: executor.step(given[0], data, bucket, given[1]), observe)
+            kept = consume(self._results, state, current, carried, lambda *given: executor.step(given[0], read, bucket, given[1]), observe)
             result, kept.result = kept.result, None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
@@ -460,7 +461,8 @@ class Pipeline:
     def _functions(self, batch: Batch) -> list[StageFunctions]:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
-    def _compile(self, batch: Batch, others: Sequence[Batch]) -> Executor:
+    def _compile(self, batch: Batch, others: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
+        """Everything compiled; `facts` have to be the same in all processes, and so has what this pipeline was made with."""
         specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *others)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
@@ -471,7 +473,9 @@ class Pipeline:
                 "run once",
                 where,
             )
-        return Executor(self.plan, self._steps, buckets, self.places, join_processes())
+        options = ("clip_global_norm", "skip_nonfinite", "ema_decay", "precision")
+        facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
+        return Executor(self.plan, self._steps, buckets, self.places, join_processes(), facts)
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
         """The state of a run that begins with `batch`; all processes are ready for it."""
@@ -523,3 +527,8 @@ def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:
 def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
     """A copy of the array that is given: an update writes into the memory of the old weights, which is not to be the caller's."""
     return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
+
+
+def _bits(key: jax.Array) -> str:
+    """The kind of a random key and its bits, as text."""
+    return f"{key.dtype} {np.asarray(jax.random.key_data(key)).tobytes().hex()}"

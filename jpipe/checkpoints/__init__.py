@@ -4,8 +4,10 @@ A public module of its own, `jpipe.checkpoints`: importing `jpipe` does not impo
 """
 
 import errno
+import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from jpipe.runtime._state import State
 from jpipe.stages._batch import Batch
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
+
+_PATIENCE = 5.0  # seconds without any progress until the processes are named that have not called `save`
 
 
 def save(
@@ -53,6 +57,9 @@ def save(
     Raises:
         OSError: the disk is full, say; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
+        PeerLost: another process did not call this. Process 0 names it on standard error after five seconds in which nothing moves in any
+            process, and gives up when the run counts as hanging (`wait` of `join_processes`), or with `InputError` if that process has
+            finished.
         jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter are not the same; nothing is left of this checkpoint.
         InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
     """
@@ -68,6 +75,8 @@ def save(
         )
     place, processes = files.run_folder(folder), processes or join_processes()
     index = 0 if processes is None else processes.index
+    if processes is not None and index > 0:
+        processes.broadcast(_begun(snapshot.batch, index), [])
     problem: OSError | None = None
     try:
         files.write_layers(place, snapshot.batch, snapshot.layers(), index)
@@ -75,6 +84,8 @@ def save(
         problem = error
     copies = snapshot.shared_copies()
     if index == 0:
+        if processes is not None:
+            _await_calls(processes, snapshot.batch)
         _complete(place, snapshot, copies, processes, problem, facts, rows, limit)
         if keep is not None:
             prune(place, keep)
@@ -174,6 +185,32 @@ def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
     return [name for name in there if layer_of(name, everything) in ids]
 
 
+def _await_calls(processes: Processes, step: int) -> None:
+    """Wait until all other processes have called `save`; name those that have not, since mostly they never will."""
+    absent, patience = list(range(1, processes.count)), time.monotonic() + _PATIENCE
+    while absent:
+        with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
+            while not any(processes.has_message(_begun(step, k)) for k in absent):
+                processes.check()
+                if gone := processes.finished().intersection(absent):
+                    raise InputError(
+                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(gone)} finished without; "
+                        "call it in all processes"
+                    )
+                if time.monotonic() > patience and processes.still() > _PATIENCE:
+                    text = f"the checkpoint of step {step} waits for {_named(absent)} to call checkpoints.save; call it in all processes"
+                    os.write(2, f"jpipe: {text}\n".encode())
+                    patience = math.inf  # once is enough
+                time.sleep(0.02)
+        for k in [k for k in absent if processes.has_message(_begun(step, k))]:
+            processes.receive(_begun(step, k), k)
+            absent.remove(k)
+
+
+def _named(processes: Collection[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
+
+
 def _complete(
     place: Path,
     snapshot: Snapshot,
@@ -224,6 +261,10 @@ def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
                 f"checkpoint of step {snapshot.batch}: the copies of '{snapshot.shared[copy.parameter]}' at {at[0]} and at {at[1]} are not "
                 f"the same bits after batch {snapshot.batch - 1}; a device or a link may be faulty, so go on from the checkpoint before"
             )
+
+
+def _begun(step: int, process: int) -> str:
+    return f"process {process} begins its part of the checkpoint of step {step}"
 
 
 def _ended(step: int, process: int, *, well: bool) -> str:

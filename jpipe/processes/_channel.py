@@ -109,6 +109,14 @@ class Channel:
         else:
             self._loop.call_soon_threadsafe(self._send, message)
 
+    def still(self) -> float:
+        """Seconds since anything has moved in any process, as process 0 knows."""
+        return self._coordinator.still()
+
+    def finished(self) -> set[int]:
+        """The processes that have come to the end, as process 0 knows."""
+        return self._coordinator.finished()
+
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Have the channel's thread, which calls this, do something later; nothing in a run of one process."""
         if self._thread is not None:

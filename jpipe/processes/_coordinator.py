@@ -1,11 +1,23 @@
 """What process 0 decides for all processes of a run: whether they agree, when all have met, who is lost. No sockets, no threads."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+
+
+END = "the end"
+"""Where all processes meet last."""
+
+
+class _Comparison(NamedTuple):
+    """What the processes that have come to a comparison state, and what to change where that differs."""
+
+    facts: dict[int, dict[str, str]]
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class Coordinator:
     def __init__(self, count: int) -> None:
         self._count = count
         self._meetings: dict[str, dict[int, dict[str, str]]] = {}
+        self._comparisons: dict[str, _Comparison] = {}  # those that some processes have not come to
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
@@ -46,7 +59,7 @@ class Coordinator:
 
         Args:
             sender: the index of a process.
-            message: one of `broadcast`, `meet`, `stop` and `beat`.
+            message: one of `broadcast`, `meet`, `compare`, `stop` and `beat`.
         """
         match message:
             case {"broadcast": _}:
@@ -54,18 +67,48 @@ class Coordinator:
             case {"meet": place, "facts": facts}:
                 present = self._meetings.setdefault(place, {})
                 present[sender] = facts
+                if early := self._left_early():
+                    return {"refused": early}
+                if len(present) == self._count and place == END and self._comparisons:
+                    name, (compared, hint) = next(iter(self._comparisons.items()))
+                    return {"refused": f"only {_named(compared)} came to {name}; {hint}"}
                 if len(present) == self._count:
                     return {"met": place, "differences": _differences(self._meetings.pop(place))}
+            case {"compare": name, "facts": facts, "hint": hint}:
+                compared, _ = self._comparisons.setdefault(name, _Comparison({}, hint))
+                compared[sender] = facts
+                if len(compared) == self._count:
+                    del self._comparisons[name]
+                    if outliers := _outliers(compared):
+                        return {"refused": f"{outliers}; {hint}"}
             case {"stop": reason}:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
                 own = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
-                still = min(other.still for other in self._beats.values())
-                if own.seconds > own.limit and still > own.limit:  # not while large arrays are on their way, over slow links
+                if own.seconds > own.limit and self.still() > own.limit:  # not while large arrays are on their way, over slow links
                     culprit = self._culprit(sender)
                     if not self._may_wait(culprit, own):
                         return {"lost": self._blame(sender, culprit)}
         return None
+
+    def _left_early(self) -> str | None:
+        """What to say where a process has come to the end while another waits for it elsewhere."""
+        for place, present in self._meetings.items():
+            for process in self.finished():
+                if place != END and process not in present:
+                    return (
+                        f"process {process} has finished, and '{place}' of {_named(sorted(present))} waits for it; "
+                        "call the same methods of the pipeline in all processes"
+                    )
+        return None
+
+    def still(self) -> float:
+        """Seconds since anything has moved in any process."""
+        return min((beat.still for beat in list(self._beats.values())), default=0.0)
+
+    def finished(self) -> set[int]:
+        """The processes that wait at the end for the others."""
+        return set(self._meetings.get(END, ()))
 
     def _culprit(self, waiter: int) -> int:
         """Who hangs when `waiter` has waited too long: of those it waits for, those that these wait for, and so on, the first that does
@@ -116,6 +159,28 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
             parts = f"{_around(first, same)!r} against {_around(other, same)!r}"
             lines.append(f"{name} differs between {who}: {parts}{line}; start all processes with the same {name}")
     return lines
+
+
+def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
+    """The first fact in which some processes differ from most others, and which processes do; empty if there is none.
+
+    An empty fact is one that its process does not know.
+    """
+    for name in dict.fromkeys(name for own in facts.values() for name in own):
+        known = {process: own[name] for process, own in sorted(facts.items()) if own.get(name)}
+        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, that of the first process
+        others = [process for process, fact in known.items() if fact != usual]
+        if others:
+            fact = known[others[0]]
+            those, most = (_named(process for process, other in known.items() if other == value) for value in (fact, usual))
+            return f"{name} differs in {those}: {fact}, and {usual} in {most}"
+    return ""
+
+
+def _named(processes: Iterable[int]) -> str:
+    """`process 1`, or `processes 1, 3`."""
+    numbers = [*map(str, processes)]
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def _around(text: str, place: int) -> str:

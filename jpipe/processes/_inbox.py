@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from jpipe.errors import PeerLost
+from jpipe.errors import InputError, PeerLost
 
 _KEPT = 65536  # messages that wait to be read; where nobody reads them the oldest go
 _BLAME_SECONDS = 20.0  # within which the death of the process that made something fail here is known
@@ -18,6 +18,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.lost: str | None = None
+        self._error: type[InputError | PeerLost] = PeerLost
         self._failed: BaseException | None = None
         self._messages: dict[str, tuple[float, ...]] = {}
         self._answers: dict[str, list[str]] = {}
@@ -37,10 +38,10 @@ class Inbox:
             self._answers[place] = differences
             self._changed.notify_all()
 
-    def lose(self, how: str) -> None:
-        """The run is lost: all waits end, now and later."""
+    def lose(self, how: str, error: type[InputError | PeerLost] = PeerLost) -> None:
+        """The run is lost: all waits raise this error, now and later."""
         with self._changed:
-            self.lost = how
+            self.lost, self._error = how, error
             self._changed.notify_all()
 
     def has_message(self, name: str) -> bool:
@@ -65,6 +66,10 @@ class Inbox:
             self._changed.wait_for(lambda: self.lost is not None, timeout=seconds)
             return self.lost
 
+    def loss(self) -> Exception | None:
+        """The error to raise if the run is lost."""
+        return None if self.lost is None else self._error(self.lost)
+
     def fail(self, error: BaseException) -> None:
         """A thread failed by `error`: all waits raise it, unless the run is lost soon, for mostly a death is behind it."""
         if self.lost_within(_BLAME_SECONDS) is None:
@@ -77,9 +82,10 @@ class Inbox:
 
         Raises:
             PeerLost: the run is lost.
+            InputError: it is, because what the user passes differs between processes.
         """
-        if self.lost is not None:
-            raise PeerLost(self.lost)
+        if (loss := self.loss()) is not None:
+            raise loss
         if self._failed is not None:
             raise self._failed
 

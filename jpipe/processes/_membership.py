@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jpipe.errors import InputError, PeerLost
 from jpipe.processes._channel import Channel, Limits
-from jpipe.processes._coordinator import Message
+from jpipe.processes._coordinator import END, Message
 from jpipe.processes._finding import JaxStore, Store
 from jpipe.processes._inbox import Inbox
 from jpipe.processes._waits import Wait, Waits
-
-_END = "the end"  # where all meet last
 
 
 class Processes:
@@ -94,6 +92,19 @@ class Processes:
         """
         self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
 
+    def compare(self, name: str, facts: Mapping[str, str], hint: str) -> None:
+        """Compare facts with those of the other processes, without waiting for them; all call it, sooner or later.
+
+        Where a fact differs, the run is lost: every wait of every process raises `InputError`, which names the processes that differ from
+        most others.
+
+        Args:
+            name: of the comparison, the same in all processes and unique in a run.
+            facts: what has to be the same, by name. A process that does not know a fact leaves it empty.
+            hint: what to change where a fact differs.
+        """
+        self._channel.post({"compare": name, "facts": dict(facts), "hint": hint})
+
     def broadcast(self, name: str, values: Sequence[float]) -> None:
         """Send numbers to all processes, this one too; does not wait.
 
@@ -147,8 +158,8 @@ class Processes:
             yield
             self._waits.moved()
         except Exception as error:  # of the death behind it the channel hears at about the same time
-            if self.count > 1 and (lost := self._inbox.lost_within(1.0)) is not None:
-                raise PeerLost(lost) from error
+            if self.count > 1 and self._inbox.lost_within(1.0) is not None and (loss := self._inbox.loss()) is not None:
+                raise loss from error
             raise
         finally:
             self._waits.end(outer)
@@ -160,6 +171,14 @@ class Processes:
             PeerLost: the run is lost.
         """
         self._inbox.check()
+
+    def still(self) -> float:
+        """Seconds since anything has moved in any process, as process 0 knows: an array, a wait that ended, an instruction."""
+        return self._channel.still()
+
+    def finished(self) -> set[int]:
+        """The processes that have called `close`, as process 0 knows: what they have not sent before they never send."""
+        return self._channel.finished()
 
     def fail(self, error: BaseException) -> None:
         """Say that a thread of this process failed that nobody waits for: the waits of all others raise the first such error.
@@ -191,7 +210,7 @@ class Processes:
             PeerLost: a process was lost before all were here.
         """
         if self._inbox.lost is None and not self._left:
-            self._meet(_END, {}, "all processes to finish", 600.0)
+            self._meet(END, {}, "all processes to finish", 600.0)
             self._channel.join()
         self._left = True
         sys.stdout.flush()
@@ -234,31 +253,35 @@ class Processes:
         match message:
             case {"met": place, "differences": differences}:
                 self._inbox.put_answer(place, differences)
-                if place == _END:
+                if place == END:
                     self._channel.hang_up()
             case {"broadcast": name, "values": values}:
                 data = bytes.fromhex(values)
                 self._inbox.put_message(name, struct.unpack(f"<{len(data) // 8}d", data))
+            case {"refused": why}:
+                self._lose(_printable(why), InputError)
             case {"lost": how}:
-                self._lose(how, message.get("at once", False))
+                self._lose(self._inbox.lost or self._what_is_lost(how), at_once=message.get("at once", False))
 
-    def _lose(self, how: str, at_once: bool) -> None:
-        lost = self._inbox.lost or self._what_is_lost(how)
+    def _lose(self, lost: str, error: type[InputError | PeerLost] = PeerLost, *, at_once: bool = False) -> None:
         if at_once:  # before a thread of the caller hears of it
             self._end(lost)
         if self._inbox.lost is None:
             # Process 0 goes last, for JAX aborts the others when its coordinator ends.
             self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
-            self._inbox.lose(lost)
+            self._inbox.lose(lost, error)
 
     def _what_is_lost(self, how: str) -> str:
         """In one line how the run was lost, and what this process was waiting for then."""
         wait = self._waits.longest()
-        text = f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else "")
-        return "".join(c if c.isprintable() else " " for c in text)
+        return _printable(f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else ""))
 
     def _end(self, lost: str) -> None:
         """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
         if not self._left:
             os.write(2, f"jpipe: {lost}\n".encode())
         os._exit(1)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

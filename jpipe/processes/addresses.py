@@ -1,6 +1,7 @@
 """At which addresses the processes of a run listen: at a loopback address where that will do, or on all networks of a host."""
 
 import ipaddress
+import secrets
 import socket
 
 
@@ -10,6 +11,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def own_loopback() -> str:
+    """Choose a loopback address for this process alone, where the system has more than one; 127.0.0.1 elsewhere.
+
+    A program that tries the ports of 127.0.0.1, as scanners do, does not find what listens there.
+    """
+    address = str(ipaddress.IPv4Address("127.0.0.0") + 2 + secrets.randbelow(2**24 - 4))
+    try:
+        with socket.create_server((address, 0)):
+            return address
+    except OSError:  # macOS has 127.0.0.1 only
+        return "127.0.0.1"
 
 
 def listen_everywhere(port: int = 0) -> socket.socket:

@@ -15,9 +15,10 @@ from jpipe.programs._instructions import Program, Send
 from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
 from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
+from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._state import State, WorkerState, fingerprint
+from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
 from jpipe.runtime._transport import Sent, Transport, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
@@ -41,6 +42,7 @@ class Executor:
         buckets: the shapes of batches, all with the same rows, weights and layer state.
         places: where each worker computes.
         processes: the processes of the run, if there are several.
+        facts: what else has to be the same in all processes, by name.
 
     Attributes:
         specs: of one microbatch of each bucket.
@@ -56,10 +58,11 @@ class Executor:
         buckets: Sequence[Bucket],
         places: Sequence[Place],
         processes: Processes | None,
+        facts: Mapping[str, str],
     ) -> None:
-        if processes is not None:  # another mesh, say, would be noticed only when shapes of messages differ
-            processes.agree({"plan": plan.to_json()} | ({"buckets": told([bucket.spec for bucket in buckets])} if len(buckets) > 1 else {}))
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
+        if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
+            processes.agree({"plan": plan.to_json(), "shape of a microbatch": told(self.specs), "model": model_of(functions), **facts})
         self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._processes = plan, steps, processes
         shares = [shares_of(plan, f) for f in functions]
@@ -82,6 +85,9 @@ class Executor:
         )
         for program in steps.verified_runs:
             self._exchange.check(program)
+        self._comparison: BatchComparison | None = None
+        if processes is not None:
+            self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
         # The last stage, by bucket, and names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self.fingerprint = fingerprint(plan, places, self.specs, functions)
@@ -107,18 +113,25 @@ class Executor:
         """The state before `batch` of a pipeline that was last empty before batch `start`, where the last batches were of these buckets."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
-    def read(self, state: State, batch: Batch) -> Data:
+    def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
         """Read the rows of a batch that the workers of this process load in the next step.
+
+        Returns:
+            The inputs and labels as host arrays, and the rows.
 
         Raises:
             InputError: as `read_data`; nothing has happened to the state then.
         """
         program, _ = self._steps.program(state.batch - state.start, state.batch, False)
-        return read_data(program, self.stages, _on_host(batch), rows_of(self.specs[0]))
+        host = _on_host(batch)
+        return host, read_data(program, self.stages, host, rows_of(self.specs[0]))
 
-    def step(self, state: State, data: Data, bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: tuple[Mapping[str, Tree], Data], bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
         """Feed one batch, which is of a bucket and was read by `read`; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
+        host, data = batch
+        if self._comparison is not None:
+            self._comparison.step(state.batch, host)
         buckets = (*state.buckets, bucket)[-self._steps.in_flight :] if len(self.specs) > 1 else ()
         workers, found = self._run(program, shift, state.workers, data, _by_batch(buckets, state.batch + 1), observe)
         is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
@@ -175,6 +188,9 @@ class Executor:
 
     def evaluate(self, state: State, batch: Batch, count: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
         """Forward `count` microbatches of a bucket; see `Pipeline.evaluate`."""
+        host = _on_host(batch)
+        if self._comparison is not None:
+            self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         state, version = self.settle(state, weights)
         state = self.average(state)
         program = lower_evaluation(self._plan, count, version)
@@ -183,7 +199,7 @@ class Executor:
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
-        data = read_data(program, workers, _on_host(batch), rows_of(self.specs[0]))
+        data = read_data(program, workers, host, rows_of(self.specs[0]))
         measuring = self._evaluating(bucket, metrics)
         stages = {w: [*those[:bucket], measuring[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
         _, found = run(program, 0, stages, lambda _: bucket, workers, self._transport, data)

@@ -118,7 +118,7 @@ def run(
     return {w: worker.held.state() for w, worker in workers.items()}, found
 
 
-def read_data(program: Program, workers: Container[int], batches: dict[str, Tree], rows_each: int) -> Data:
+def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
     """Read all rows that these workers load in the program. Reading may fail, so it comes before the run, which consumes its states.
 
     Args:

@@ -1,10 +1,15 @@
-"""How this process joins the others of its run."""
+"""How this process joins the others of its run, and compares its batches with theirs."""
 
 import atexit
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+import numpy as np
 
 from jpipe.errors import InputError
+from jpipe.model._layer import describe
 from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
 from jpipe.processes.handshake import find_secret
@@ -36,3 +41,70 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
         _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), progress=progress, secret=secret))
         atexit.register(_joined[0].end)  # registered after JAX's own exit, and so called before it
     return _joined[0] if _joined and _joined[0].count > 1 else None
+
+
+Tree = Any
+
+_EVERY = 8  # batches that one message is for
+_MOST_BYTES = 1 << 16  # of one array of one batch that are read for its checksum: some microseconds
+
+
+class BatchComparison:
+    """Compares the batches of this process with those of the other processes, to find a mistake in reading or shuffling them.
+
+    Without it a run would go on with the inputs of one batch and the labels of another, since each process uses what its own stages need.
+    The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
+    each batch whose shapes may differ. Of a NumPy or JAX array it takes a checksum of the first row of each microbatch. Nothing of any
+    other array is read, since a process may not have the rows that its workers do not need.
+
+    Args:
+        name: of the pipeline, the same in all processes.
+        processes: the processes of the run.
+        rows_each: rows of a microbatch.
+        several_shapes: whether batches may differ in their shapes.
+    """
+
+    def __init__(self, name: str, processes: Processes, rows_each: int, several_shapes: bool) -> None:
+        self._name, self._processes, self._rows, self._several_shapes = name, processes, rows_each, several_shapes
+        self._first: int | None = None  # the first batch that has not been compared
+        self._checksums: dict[str, int] = {}  # of the batches since then, by array
+        self._evaluations = 0
+
+    def step(self, number: int, batch: Tree) -> None:
+        """Take the inputs and labels of batch `number`, as host arrays, before it is trained on."""
+        first = self._first = number if self._first is None else self._first
+        self._checksums = _checksums(batch, self._rows, self._checksums)
+        if number % _EVERY == 0 or self._several_shapes:
+            batches = f"batch {number}" if first == number else f"batches {first} to {number}"
+            self._compare(batches, _facts(batches, batch if self._several_shapes else {}, self._checksums))
+            self._first, self._checksums = None, {}
+
+    def evaluation(self, batch: Tree, options: Mapping[str, str]) -> None:
+        """Take the inputs and labels of a batch, as host arrays, before it is evaluated, and the other arguments of the evaluation."""
+        self._evaluations += 1
+        of = f"evaluation {self._evaluations}"
+        facts = {f"{name} of {of}": value for name, value in options.items()}
+        self._compare(of, facts | _facts(f"the batch of {of}", batch, _checksums(batch, self._rows, {})))
+
+    def _compare(self, what: str, facts: dict[str, str]) -> None:
+        self._processes.compare(f"{what} of {self._name}", facts, "pass the same in all processes")
+
+
+def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str, str]:
+    shapes = {f"the shape of {name} of {batches}": describe(leaf) for name, leaf in _by_name(batch).items()}
+    return shapes | {f"the checksum of {name} of {batches}": f"{checksum:08x}" for name, checksum in checksums.items()}
+
+
+def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
+    """The checksums `before`, by array, with those of this batch added."""
+    found = dict(before)
+    for name, array in _by_name(batch).items():
+        if isinstance(array, np.ndarray) and array.size:
+            most = max(_MOST_BYTES // array[0].nbytes, 1)
+            found[name] = zlib.crc32(array[::rows_each][:most].ravel().view(np.uint8)[:_MOST_BYTES], found.get(name, 0))
+    return found
+
+
+def _by_name(batch: Tree) -> dict[str, Any]:
+    """The arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
+    return {"".join((path[0].key, jax.tree_util.keystr(path[1:]))): leaf for path, leaf in jax.tree.leaves_with_path(batch)}

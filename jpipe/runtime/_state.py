@@ -146,6 +146,15 @@ def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], fun
     )
 
 
+def model_of(functions: Sequence[StageFunctions]) -> str:
+    """The layers, and a hash of the shapes of their parameters, state and optimizer state, whatever the cut into stages is."""
+    layers: dict[str, Tree] = {}
+    for f in functions:
+        for kind, entries in (("parameters", f.specs.params), ("state", f.specs.state), ("optimizer", f.optimizer_spec)):
+            layers |= {f"{kind} of {entry}": spec for entry, spec in entries.items()}
+    return _shapes(dict(sorted(layers.items())))
+
+
 def check_state(state: State, own: Fingerprint | None) -> None:
     """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `own` made.
 

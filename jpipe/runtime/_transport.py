@@ -121,10 +121,19 @@ class Transport:
 
         Args:
             name: of the pipeline, the same in all processes.
+
+        Raises:
+            JaxRuntimeError: they cannot be connected.
         """
         others = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for lane, collective in self._used.items():
-            arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
+            try:
+                arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
+            except jax.errors.JaxRuntimeError as error:
+                raise jax.errors.JaxRuntimeError(
+                    f"the processes cannot be connected: {(str(error).splitlines() or [''])[0]}; gloo and NCCL, which carry arrays, fail "
+                    "like this if another program connects to their ports at that moment, as port scanners do; start the run again"
+                ) from error
         if self._processes is not None and not self._threads:
             self._probe(self._processes, name)
 

@@ -1,7 +1,8 @@
 """The program that the tests of several processes run in each of them, and how they start it.
 
 `python -m tests.jpipe.several train GROUP ADDRESS COUNT INDEX FILE` trains the cases of a group, one after the other, and writes all that
-it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed.
+it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed; in `differ` the processes
+pass different things.
 """
 
 import atexit
@@ -212,6 +213,34 @@ def disagreement() -> str:
     return ""
 
 
+def differ(file: str) -> None:
+    """What is said where process 1 passes something else to `init`, and then, from batch 3 on, other batches to `step`."""
+    import jax
+
+    from jpipe import InputError
+
+    fields, other = dict(CASES["2"]["2bw"]), jax.process_index() == 1
+    said = {}
+    for name, changed, seed, rows in (("clip", {"clip": 2.0}, 7, 1), ("key", {}, 8, 1), ("rows", {}, 7, 2)):
+        pipe, batches = pipeline(fields | (changed if other else {}))
+        batch = jax.tree.map(lambda leaf: leaf.repeat(rows if other else 1, axis=0), batches[0])  # noqa: B023
+        try:
+            pipe.init(jax.random.key(seed if other else 7), batch)
+        except InputError as error:
+            said[name] = str(error)
+    pipe, batches = pipeline(fields)
+    state = pipe.init(jax.random.key(7), batches[0])
+    try:
+        for t in range(1000):
+            state, metrics = pipe.step(state, batches[0 if other and t >= 3 else t % BATCHES])
+            for loss in metrics.losses.values():
+                float(loss)
+    except InputError as error:
+        said["step"], said["at"] = str(error), t
+    np.savez(file, **{name: np.asarray(text) for name, text in said.items()})
+    raise InputError("nobody catches this")
+
+
 def save_copies(folder: Path) -> dict[str, np.ndarray]:
     """Save a run with shared parameters, and once more after one copy has changed: the checkpoints that are there, and what is said."""
     import jax
@@ -280,6 +309,8 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
         jax.distributed.initialize(address, count, index)
     if what == "endless":
         train_endlessly(file)
+    if what == "differ":
+        differ(file)
     train_all(group, count, file)
     if (count, index) == (4, 1):
         raise ValueError("nobody catches this")

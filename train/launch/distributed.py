@@ -18,6 +18,13 @@ from train.launch.rendezvous import Address
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
+_LAUNCHERS = {  # that start several processes, with the variables that hold their number and the number of each
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
+    "torchrun": ("WORLD_SIZE", "RANK"),
+}
+
 CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
 
 _Given = tuple[str | None, int | None, int | None]
@@ -52,7 +59,7 @@ def start(
     """Join the other processes of this run, before JAX uses a device; it has no effect for a single process.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
-    JAX detects (SLURM, Open MPI, Kubernetes).
+    JAX detects (SLURM, Open MPI, Kubernetes). Where another launcher has started several processes, it refuses to run each of them alone.
 
     Args:
         coordinator: `host:port` of process 0.
@@ -158,7 +165,25 @@ def membership(
     if None not in variables:
         return _checked(variables, _VARIABLES, None)
     found, devices = _detected(variables, limit)
-    return None if found == (None, None, None) else _checked(found, _VARIABLES, devices)
+    if found != (None, None, None):
+        return _checked(found, _VARIABLES, devices)
+    _check_alone()
+    return None
+
+
+def _check_alone() -> None:
+    """Refuse to train alone where a launcher that JAX does not detect has started several processes.
+
+    Its variables hold no port that is free for a coordinator: the port of torchrun is that of its own store.
+    """
+    for launcher, names in _LAUNCHERS.items():
+        count, number = map(os.environ.get, names)
+        if count is not None and number is not None and count.strip().isdecimal() and int(count) > 1:
+            raise InputError(
+                f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each would "
+                f"train alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of process 0 and a "
+                f"port that is free there, or {_FLAGS[1]} 1 to train alone"
+            )
 
 
 def check_limit(flag: str, seconds: float) -> None:

@@ -7,7 +7,7 @@ import jax
 
 from jpipe import InputError
 from jpipe.processes import jax_internals
-from jpipe.processes.addresses import is_loopback
+from jpipe.processes.addresses import is_loopback, own_loopback
 from train.launch.rendezvous import Address
 
 # After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
@@ -52,7 +52,7 @@ def start(
     except jax.errors.JaxRuntimeError as error:
         raise InputError(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
     if is_loopback(coordinator.host):
-        jax_internals.keep_gloo_at("127.0.0.1")
+        jax_internals.keep_gloo_at(own_loopback())
 
 
 def listening(coordinator: Address) -> Address | None:

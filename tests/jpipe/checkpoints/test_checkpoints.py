@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpipe import InputError, LayerStack, Pipeline, Plan, Tie, checkpoints
+from jpipe import InputError, LayerStack, PeerLost, Pipeline, Plan, Tie, checkpoints
 from jpipe.checkpoints import files
+from jpipe.processes import Processes
+from jpipe.processes._channel import Limits
 from jpipe.runtime import CopiesDiffer
 from tests.jpipe import models
 from tests.jpipe.running import KEY, check_equal
@@ -118,3 +120,34 @@ def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
             saved(3, change)
     assert checkpoints.steps(tmp_path) == [2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000002"]
+
+
+class Alone(Processes):
+    """Process 0 of three, of which one has called `save`, another has not."""
+
+    def __init__(self, left=()):
+        super().__init__(0, 1, Limits())
+        self.count, self.left, self.checks = 3, set(left), 0
+        self.broadcast("process 1 begins its part of the checkpoint of step 4", [])
+
+    def still(self):
+        return 6.0
+
+    def finished(self):
+        return self.left
+
+    def check(self):
+        self.checks += 1
+        if self.checks == 3:
+            self._channel._take({"lost": "process 2 hangs"})
+        super().check()
+
+
+def test_process_0_names_the_processes_that_do_not_save(monkeypatch, capfd):
+    monkeypatch.setattr(checkpoints, "_PATIENCE", 0.0)
+    with pytest.raises(PeerLost, match="process 2 hangs; process 0 stops while waiting for the call of .*save for step 4 of process 2"):
+        checkpoints._await_calls(Alone(), 4)
+    said = "jpipe: the checkpoint of step 4 waits for process 2 to call checkpoints.save; call it in all processes\n"
+    assert capfd.readouterr().err == said, "once"
+    with pytest.raises(InputError, match="step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"):
+        checkpoints._await_calls(Alone({1, 2}), 4)

@@ -426,3 +426,36 @@ def test_long_texts_that_differ_are_shown_where_they_differ():
             "jax version differs between processes 0 and 1: '' against '1'; start all processes with the same jax version",
         ],
     }
+
+
+def test_processes_that_state_other_facts_than_most_are_named():
+    desk = Coordinator(4)
+
+    def compare(name, *facts, hint="pass the same"):
+        answers = [desk.answer(process, {"compare": name, "facts": fact, "hint": hint}) for process, fact in enumerate(facts)]
+        assert answers[:-1] == [None] * 3, "nobody is named before all have come"
+        return answers[-1]
+
+    same = {"shape": "[2]", "checksum": "a"}
+    assert compare("batch 0", same, same, same, same) is None
+    assert compare("batch 8", {**same, "checksum": ""}, same, {"shape": "[2]"}, same) is None, (
+        "what one does not know it cannot pass wrongly"
+    )
+    found = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
+    assert found == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
+    found = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
+    assert found == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
+    assert compare("batch 24", same, same, same, same) is None, "a comparison that is over is forgotten"
+
+
+def test_a_process_that_finishes_before_the_others_is_named():
+    desk = Coordinator(2)
+    desk.answer(1, {"compare": "batch 8", "facts": {}, "hint": "pass it in all"})
+    assert desk.answer(1, {"meet": "the end", "facts": {}}) is None
+    assert desk.finished() == {1}
+    assert desk.answer(0, {"meet": "the end", "facts": {}}) == {"refused": "only process 1 came to batch 8; pass it in all"}
+    desk = Coordinator(3)
+    assert desk.answer(2, {"meet": "the end", "facts": {}}) is None
+    assert desk.answer(0, {"meet": "agreement", "facts": {}}) == {
+        "refused": "process 2 has finished, and 'agreement' of process 0 waits for it; call the same methods of the pipeline in all processes"
+    }

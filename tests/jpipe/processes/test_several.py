@@ -127,3 +127,24 @@ def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_
         r"worker 1 to take the activation of microbatch \d+) of process 1",
         last,
     )
+
+
+def test_a_process_that_passes_something_else_is_named(tmp_path):
+    with started("differ", "2", 2, tmp_path) as processes:
+        codes = [process.wait(LIMIT) for process in processes]
+    texts = [(tmp_path / f"2.{index}.txt").read_text() for index in (0, 1)]
+    assert codes == [1, 1], texts
+    for index, text in enumerate(texts):
+        found = {name: str(value) for name, value in np.load(tmp_path / f"2.{index}.npz").items()}
+        assert found["clip"] == (
+            "clip_global_norm differs between processes 0 and 1: '3.0' against '2.0'; start all processes with the same clip_global_norm"
+        )
+        assert found["key"].startswith("key differs between processes 0 and 1: ")
+        assert found["rows"].startswith("shape of a microbatch differs between processes 0 and 1: ")
+        assert re.fullmatch(
+            r"the checksum of inputs of batches 1 to 8 differs in process 1: (\w{8}), and (?!\1)\w{8} in process 0; "
+            "pass the same in all processes",
+            found["step"],
+        )
+        assert 8 <= int(found["at"]) < 16
+        assert text.splitlines()[-1] == "jpipe.errors.InputError: nobody catches this"

@@ -39,8 +39,10 @@ SLURM = {
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
     """Whatever these tests run in."""
+    of_launchers = {name for names in distributed._LAUNCHERS.values() for name in names}
+    prefixes = "SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL"
     for name in os.environ:
-        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL")):
+        if name in of_launchers or name.startswith(prefixes):
             monkeypatch.delenv(name)
 
 
@@ -113,6 +115,10 @@ def test_a_process_alone_waits_for_nobody(monkeypatch):
     assert membership(None, None, None) is None
     set_all(monkeypatch, SLURM)
     assert membership(None, 1, None) is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    assert membership(None, 1, None) is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
     distributed.start(None, None, None)
@@ -141,6 +147,13 @@ def test_the_environment_says_who_a_process_is(monkeypatch):
         ({"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID: expected a whole number, found 'x'"),
         (SLURM | {"SLURM_PROCID": "?"}, "JAX detects a cluster, but cannot read this process from its settings: invalid literal for int()"),
         (SLURM | {"SLURM_PROCID": "4"}, "JAX_PROCESS_ID: expected a number from 0 to 3, for 4 processes, found 4"),
+        *(
+            (
+                {count: "4", number: "0"},
+                f"{count} and {number}: {launcher} has started 4 processes, and nothing says where process 0 listens",
+            )
+            for launcher, (count, number) in distributed._LAUNCHERS.items()
+        ),
         ({"JAX_COORDINATOR_ADDRESS": "x", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import types
@@ -19,7 +20,8 @@ from jpipe.processes import handshake, jax_internals
 from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
 from jpipe.processes._finding import JaxStore
-from train.launch import distributed, rendezvous
+from jpipe.processes.addresses import is_loopback, own_loopback
+from train.launch import distributed, jax_runtime, rendezvous
 from train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
@@ -352,11 +354,12 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax_runtime, "own_loopback", lambda: "127.7.7.7")
     distributed.start(coordinator, 2, 0)
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
     assert calls[0][-1] == listens
     assert calls[1] == (None if listens is None else str(Address(*listens)))
-    assert calls[2:] == ["gloo at 127.0.0.1"] * local
+    assert calls[2:] == ["gloo at 127.7.7.7"] * local
     told = capsys.readouterr().err.splitlines()
     assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
     assert len(told) == (not local)
@@ -369,6 +372,21 @@ def test_process_0_listens_where_it_is_told(host):
         port = listener.getsockname()[1]
     with rendezvous._listen(Address("node", port), None if host == "::" else Address(host, port)) as listener:
         assert listener.getsockname()[:2] == (host, port)
+
+
+def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
+    address, other = own_loopback(), own_loopback()
+    assert is_loopback(address) and is_loopback(other)
+    if sys.platform == "linux":
+        assert len({address, other, "127.0.0.1"}) == 3
+    with socket.create_server((address, 0)) as listener:
+        assert listener.getsockname()[0] == address
+
+    def refuses(address):
+        raise OSError("Can't assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuses)
+    assert own_loopback() == "127.0.0.1"
 
 
 def test_gloo_listens_at_a_loopback_address(monkeypatch):
