@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass, replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from train.plan.planning import (
     profile_of,
     read_profile,
     read_topology,
+    scratch_words,
     search,
 )
 
@@ -101,10 +101,12 @@ def main(
     confirmed = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            found, confirmed = confirm(found, parts, partial(_report_misfit, reporter))
+            found, confirmed = confirm(found, parts, lambda attempt: reporter.say(table.attempt(attempt)))
     elif not found.choice.ranked:
         raise nothing_fits(found.choice)
-    _report(reporter, found.choice, confirmed, batch)
+    _report(reporter, found, confirmed, batch)
+    if parts is not None and found.attempts and (words := scratch_words(parts, topology)):
+        reporter.say(words)
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
         reporter.say(words)
     if explain:
@@ -174,11 +176,8 @@ def _profile_and_topology(
     return profile, known
 
 
-def _report_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
-    reporter.say(f"{table.name(ranked.candidate)}: its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one")
-
-
-def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batch: int) -> None:
+def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch: int) -> None:
+    choice = found.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
@@ -186,12 +185,13 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
+    first = "row" if found.compiled < 2 else count(found.compiled, "row")
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
         + "; memory of the fullest device, "
-        + ("estimated" if confirmed is None else "compiled in the first row, estimated in the others")
+        + ("estimated" if confirmed is None else f"compiled in the first {first}, estimated in the others")
     )
     if choice.open:
         reporter.say(
