@@ -108,13 +108,16 @@ def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
 
 
 def test_what_delayed_weights_would_gain_is_known_where_they_were_not_asked_for():
-    found = search(profile(), TWO, 8, Request(replicas=False), False, silent())
+    def delayed(devices: int, **asked):
+        topology = Topology.flat(devices, 1e9)
+        return search(profile(dispatch=0.05), topology, 4, Request(replicas=False, **asked), False, silent())
+
+    found = delayed(3)
     assert found.delayed is not None
     assert not jpipe.schedules.SCHEDULES[found.delayed.schedule].flushes
-    assert found.delayed.samples_per_second > 1.05 * found.choice.ranked[0].samples_per_second
-    assert search(profile(), TWO, 8, Request(replicas=False, schedules=("all",)), False, silent()).delayed is None
-    assert searched(TWO).delayed is None
-    assert search(profile(), TWO, 8, Request(), False, silent()).delayed is None  # data parallelism has no bubble
+    assert found.delayed.samples_per_second > 1.5 * found.choice.ranked[0].samples_per_second
+    assert delayed(3, schedules=("all",)).delayed is None
+    assert delayed(1).delayed is None  # one stage has no bubble
 
 
 def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
