@@ -43,7 +43,7 @@ from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, bucket_of, check_buckets, count_microbatches, microbatch_spec, rows_of, told
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledStage, compile_initializers, compile_stages, compile_start
+from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of, with_shares
 
@@ -399,7 +399,12 @@ class Pipeline:
             return executor.params(state, weights)
 
     def costs(
-        self, batch: Batch, *, compiled_for: jax.Device | None = None, stages: Collection[int] | None = None
+        self,
+        batch: Batch,
+        *,
+        compiled_for: jax.Device | None = None,
+        stages: Collection[int] | None = None,
+        programs: CompiledPrograms | None = None,
     ) -> tuple[StageCost, ...]:
         """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
 
@@ -412,6 +417,8 @@ class Pipeline:
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind.
             stages: with `compiled_for`, compile only these; all by default. The temporaries of the others are 0.
+            programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
+                stages again; empty at first.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
@@ -426,7 +433,7 @@ class Pipeline:
             wanted = range(self.plan.depth) if stages is None else stages
             places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
             firsts = [share for share, *_ in shares]
-            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)
+            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts, programs)
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]

@@ -324,8 +324,8 @@ class Plan(pydantic.BaseModel):
         cls,
         layers: Sequence[str],
         num_stages: SupportsIndex,
-        schedule: str,
-        microbatches: SupportsIndex,
+        schedule: str = "pipedream_flush",
+        microbatches: SupportsIndex = 4,
         *,
         replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
         chunks_per_rank: SupportsIndex | None = None,
@@ -339,8 +339,8 @@ class Plan(pydantic.BaseModel):
         Args:
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
-            schedule: a name of `jpipe.schedules.SCHEDULES`.
-            microbatches: microbatches per update, over all replicas.
+            schedule: a name of `jpipe.schedules.SCHEDULES`; by default one that flushes, so that training is as without a pipeline.
+            microbatches: microbatches per update, over all replicas; by default 4.
             replicas: of every stage, or one number for each.
             chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
                 stages are a multiple of it.

@@ -1,6 +1,7 @@
 """The programs of one stage compiled ahead of time for the devices of its workers."""
 
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ class Call(NamedTuple):
 
 
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
+CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
+"""Compiled programs by their place and the hash of their text."""
 
 
 _CHOOSING = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
@@ -190,10 +193,11 @@ def _compile_in_turns(
     stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]],
     counts: Sequence[int],
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
+    known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
     """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give.
 
-    `before` are calls that are lowered already, for nothing chosen.
+    `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
     found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
@@ -202,13 +206,20 @@ def _compile_in_turns(
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
                 if name not in found[i] and (turn is None or (place.mesh and name == turn)):
-                    known = before[i].get(name) if before and not chosen[i] else None
-                    lowered[i, name] = known or _lower_call(f, place, name, counts, dict(chosen[i]), share)
-        for (i, name), call in zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True):
+                    earlier = before[i].get(name) if before and not chosen[i] else None
+                    lowered[i, name] = earlier or _lower_call(f, place, name, counts, dict(chosen[i]), share)
+        if known is None:
+            calls = _compile_side_by_side(list(lowered.values()))
+        else:
+            keys = [(stages[i][1], hashlib.sha256(call.as_text().encode()).hexdigest()) for (i, _), call in lowered.items()]
+            missing = {key: call for key, call in zip(keys, lowered.values(), strict=True) if key not in known}
+            known.update(zip(missing, _compile_side_by_side(list(missing.values())), strict=True))
+            calls = [known[key] for key in keys]
+        for (i, name), call in zip(lowered, calls, strict=True):
             found[i][name] = call
             if turn is not None:
                 chosen[i] = {**_choices(stages[i][0], turn, call), **chosen[i]}
-    return [{name: calls[name] for name in names} for calls, (*_, names) in zip(found, stages, strict=True)]
+    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(found, stages, strict=True)]
 
 
 def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
@@ -239,10 +250,12 @@ def compile_stages(
     programs: Iterable[Program],
     places: Mapping[int, Place],
     shares: Sequence[Share | None],
+    known: CompiledPrograms | None = None,
 ) -> dict[int, CompiledStage]:
     """The stages that have a place, with what their workers call, but for evaluations, compiled only to be looked at; equal ones once.
 
-    Of replicas that share the optimizer state one stands for all: that with the share in `shares`.
+    Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
+    again; new ones are added.
     """
     names: list[set[str]] = [set() for _ in functions]
     for program in programs:
@@ -255,7 +268,7 @@ def compile_stages(
         texts[s] = place, tuple(call.as_text() for call in lowered[s].values())
     distinct = {text: s for s, text in reversed(texts.items())}
     stages = [(functions[s], places[s], shares[s], sorted(names[s])) for s in distinct.values()]
-    compiled = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()]), strict=True))
+    compiled = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()], known), strict=True))
     return {s: CompiledStage(functions[s], place, compiled[texts[s]], shares[s]) for s, place in places.items()}
 
 

@@ -72,15 +72,23 @@ class Walk:
 
     def _scan(self, equation: Any, given: list[Dims]) -> list[Dims]:
         """A scan: what it goes over has one dim more outside than inside. Its body is walked through once, and counted for each turn."""
-        params, body = equation.params, equation.params["jaxpr"].jaxpr
-        ahead = params["num_consts"] + params["num_carry"]
+        length, jaxpr = equation.params["length"], equation.params["jaxpr"]
+        body = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has an open jaxpr here
+
+        def is_sliced(outside: Any, inside: Any) -> bool:
+            return len(outside.aval.shape) > len(inside.aval.shape)
+
+        into, out = (
+            [is_sliced(*pair) for pair in zip(*pairs, strict=True)]
+            for pairs in ((equation.invars, body.invars), (equation.outvars, body.outvars))
+        )
         before = self.reduced, self.reductions, self.flops, self.all_flops
-        found = self.run(body, [*given[:ahead], *(dims[1:] for dims in given[ahead:])])
+        found = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(given, into, strict=True)])
         after = self.reduced, self.reductions, self.flops, self.all_flops
         self.reduced, self.reductions, self.flops, self.all_flops = (
-            first + params["length"] * (last - first) for first, last in zip(before, after, strict=True)
+            first + length * (last - first) for first, last in zip(before, after, strict=True)
         )
-        return [dims if n < params["num_carry"] else (False, *dims) for n, dims in enumerate(found)]
+        return [(False, *dims) if sliced else dims for dims, sliced in zip(found, out, strict=True)]
 
     def sum(self, out: Any) -> None:
         """An array is summed over the devices."""

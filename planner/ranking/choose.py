@@ -134,7 +134,7 @@ def choose(
 
     race = Race(profile, topology, fitting, run, known, most)
     best: dict[tuple[object, ...], Ranked] = {}
-    for one in _in_order([tried[candidate] for candidate in race.finished]):
+    for one in in_order([tried[candidate] for candidate in race.finished]):
         best.setdefault(one.candidate.kind, one)
     ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
@@ -154,16 +154,7 @@ def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
     return list(best.values())
 
 
-def smaller_than(candidate: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
-    """Lower-ranked candidates of its kind that need less memory."""
-    return [
-        other
-        for other in others
-        if other.kind == candidate.kind and other.rank > candidate.rank and max(other.memory) < max(candidate.memory)
-    ]
-
-
-def _in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
+def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
     """Fastest first; candidates that are equally fast, within `_EQUAL`, are ranked by their other properties."""
     left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     found: list[Ranked] = []

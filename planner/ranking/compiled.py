@@ -43,7 +43,13 @@ class Compiled:
         return self.lacking is None or self.lacking <= 0
 
 
-def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device) -> Compiled:
+Programs = dict[Any, Any]
+"""What is compiled already, as `jpipe.Pipeline.costs` keeps it."""
+
+
+def compiled(
+    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, programs: Programs | None = None
+) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
     Of a plan of many stages those of the fullest rank come first, and the others only if these fit. Of a plan on meshes, whose stages take
@@ -55,35 +61,38 @@ def compiled(choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, d
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
         device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
+        programs: what was compiled for other plans of the model; what is new is added.
     """
+    programs = {} if programs is None else programs
     plan = choice.plan(ranked)
     every, fullest = tuple(range(plan.depth)), plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
     on_meshes = any(stage.mesh for stage in plan.stages)
     if on_meshes or plan.depth > _AT_ONCE:
-        first = _with_compiled(choice, ranked, pipe, batch, device, fullest)
+        first = _with_compiled(choice, ranked, pipe, batch, device, fullest, programs)
         if on_meshes or not first.fits:
             return first
-    return _with_compiled(choice, ranked, pipe, batch, device, every)
+    return _with_compiled(choice, ranked, pipe, batch, device, every, programs)
 
 
 def _with_compiled(
-    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int]
+    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int], programs: Programs
 ) -> Compiled:
     """As `compiled`, with only these stages compiled."""
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
-    for s, (size, estimate) in enumerate(zip(pipe.costs(batch, compiled_for=device, stages=stages), estimates, strict=True)):
+    sizes = pipe.costs(batch, compiled_for=device, stages=stages, programs=programs)
+    for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
     exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
-        exact = Ranked(dataclasses.replace(ranked.candidate, memory=_closed_form(plan, costs)))
+        exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
     ranks = tuple(p for p, own in enumerate(plan.rank_stages) if set(own) <= set(stages))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, ranks)
 
 
-def _closed_form(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
+def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
     rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):

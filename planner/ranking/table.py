@@ -6,6 +6,7 @@ import jpipe
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking.choose import Choice, Ranked
+from planner.ranking.confirm import Attempt
 from planner.search.candidate import Candidate
 
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
@@ -109,6 +110,15 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
         what = "rank" if candidate.chunks > 1 else "stage"
         lines.append(f"{plan}: {what} {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
     return lines
+
+
+def attempt(one: Attempt) -> str:
+    """A plan whose compiled stages do not fit: how much they lack, and what is tried in its place."""
+    candidate, rank = one.ranked.candidate, one.rank
+    what = "rank" if candidate.chunks > 1 else "stage"
+    lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
+    plan = f"{name(candidate)}, {rows_of(candidate.rows)}, recompute {recomputation(candidate.policies)}"
+    return f"{plan}: {lacks}" + ("" if one.raised is None else f"; next with recompute {recomputation(one.raised.policies)}")
 
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:

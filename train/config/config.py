@@ -158,7 +158,7 @@ class PlanConfig(Section):
     `mesh` has the axes and sizes of the devices of each replica of every stage, or a list with one mesh for each stage; {}: one device.
     """
 
-    schedule: str = "pipedream_2bw"
+    schedule: str = "pipedream_flush"
     num_stages: Count = 4
     layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4

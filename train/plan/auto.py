@@ -8,7 +8,6 @@ import jpipe
 from planner.machine.local import local_topology
 from planner.profile.profile import Profile
 from planner.ranking import table
-from planner.ranking.choose import Ranked
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.console.terminal import count
@@ -45,7 +44,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
 
     def best() -> str:
         found = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
-        found, confirmed = confirm(found, parts, lambda ranked, _: _report_misfit(reporter, ranked))
+        found, confirmed = confirm(found, parts, lambda attempt: reporter.say(table.attempt(attempt)))
         candidate = confirmed.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
@@ -54,7 +53,3 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         return found.choice.plan(confirmed.ranked).to_json()
 
     return jpipe.Plan.from_json(together.from_first("the plan of process 0", best))
-
-
-def _report_misfit(reporter: Reporter, ranked: Ranked) -> None:
-    reporter.say(f"does not fit when compiled: {table.name(ranked.candidate)}")

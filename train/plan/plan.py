@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass, replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from train.config.section import MOST_ROWS
 from train.console.progress import Reporter
 from train.console.terminal import count
 from train.plan.planning import (
+    ALL,
     LOCAL,
     Found,
     Parts,
@@ -35,6 +35,7 @@ from train.plan.planning import (
     profile_of,
     read_profile,
     read_topology,
+    scratch_words,
     search,
 )
 
@@ -101,10 +102,12 @@ def main(
     confirmed = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            found, confirmed = confirm(found, parts, partial(_report_misfit, reporter))
+            found, confirmed = confirm(found, parts, lambda attempt: reporter.say(table.attempt(attempt)))
     elif not found.choice.ranked:
         raise nothing_fits(found.choice)
-    _report(reporter, found.choice, confirmed, batch)
+    _report(reporter, found, confirmed, batch)
+    if parts is not None and found.attempts and (words := scratch_words(parts, topology)):
+        reporter.say(words)
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
         reporter.say(words)
     if explain:
@@ -124,7 +127,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
     if request.devices is not None and request.topology != LOCAL:
         raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
-    if request.pipedream is not None and request.schedules and "pipedream" not in request.schedules:
+    if request.pipedream is not None and "pipedream" not in request.allowed:
         raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
     if files.config is None and request.topology == LOCAL:
         raise InputError(
@@ -139,8 +142,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
     _ = request.degrees  # refuses what is no mesh
     for name in request.schedules:
-        if name not in jpipe.schedules.SCHEDULES:
-            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, jpipe.schedules.SCHEDULES)}")
+        if name not in (ALL, *jpipe.schedules.SCHEDULES):
+            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, (ALL, *jpipe.schedules.SCHEDULES))}")
     for option, path, ending in (
         ("--out", files.out, ".json"),
         ("--profile-out", files.profile_out, ".json"),
@@ -174,11 +177,8 @@ def _profile_and_topology(
     return profile, known
 
 
-def _report_misfit(reporter: Reporter, ranked: Ranked, found: Compiled) -> None:
-    reporter.say(f"{table.name(ranked.candidate)}: its compiled stages lack {table.size(found.lacking or 0)}; looking at the next one")
-
-
-def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batch: int) -> None:
+def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch: int) -> None:
+    choice = found.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
@@ -186,17 +186,24 @@ def _report(reporter: Reporter, choice: Choice, confirmed: Compiled | None, batc
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
+    first = "row" if found.compiled < 2 else count(found.compiled, "row")
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
         + "; memory of the fullest device, "
-        + ("estimated" if confirmed is None else "compiled in the first row, estimated in the others")
+        + ("estimated" if confirmed is None else f"compiled in the first {first}, estimated in the others")
     )
     if choice.open:
         reporter.say(
             f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
             "fewer --schedules or a smaller --batch leave less to simulate"
+        )
+    if found.delayed is not None:
+        faster = found.delayed.samples_per_second / chosen.samples_per_second - 1
+        reporter.say(
+            f"only schedules that flush were considered; {table.name(found.delayed)}, whose weights are delayed, would be about "
+            f"{faster:.0%} faster by its estimate: --schedules all compares these, too"
         )
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,23 @@ import optax
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
-from planner.cost.shape import is_planned
+from planner.cost.shape import is_planned, planned_schedules
 from planner.machine.local import usable_cores
 from planner.machine.topology import Topology
 from planner.profile.analyze import analyze
 from planner.profile.graph_txt import read_graph_txt
 from planner.profile.measure import measure
 from planner.profile.profile import Profile
-from planner.profile.sharded import Degrees, mesh_seconds, possible_degrees, why_not
+from planner.profile.sharded import Degrees, Meshes, mesh_seconds, possible_degrees, why_not
+from planner.ranking import confirm as confirming
 from planner.ranking import table
-from planner.ranking.choose import Choice, Ranked, choose, smaller_than
+from planner.ranking.choose import Choice, Ranked, choose
 from planner.ranking.compiled import Compiled, compiled
+from planner.ranking.confirm import Attempt
 from planner.ranking.variants import find_variants
 from planner.search.candidate import Candidate
-from planner.search.candidates import Updates, cannot_share, find_candidates
+from planner.search.candidates import Updates, cannot_share, find_candidates, on_meshes
+from planner.search.parallel import sweep
 from train.assemble import model
 from train.assemble.build import force_cpu_devices, precision, start_devices
 from train.assemble.optimizer import optimizer
@@ -39,8 +42,8 @@ from train.data import data
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
 SECONDS = 8.0  # to measure in, compilation apart
 LOCAL = "local"
+ALL = "all"  # schedules
 MANY_DEVICES = 4096  # for which a search is announced as a long one
-_NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Request:
         topology: a YAML file, or "local": the devices of this machine, their links measured.
         batch: rows between two updates; None: the config's batch size.
         up_to: whether fewer rows than `batch` will do.
-        schedules: those to try; none: all.
+        schedules: those to try; "all": all of them; none: those that flush, with which training is as without a pipeline, and pipedream
+            if `pipedream` is given.
         devices: how many of "local"; None: all, on CPUs as many as there are cores.
         pipedream: how PipeDream's stages are found, see `planner.search.candidates.find_candidates`; None: "batch".
         all_devices: whether none may stay idle, as where each is a process of its own.
@@ -69,6 +73,15 @@ class Request:
     all_devices: bool = False
     replicas: bool = True
     meshes: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The schedules to try, by name."""
+        every = jpipe.schedules.SCHEDULES
+        if self.schedules:
+            return tuple(every) if ALL in self.schedules else self.schedules
+        asked = {"pipedream"} if self.pipedream is not None else set()
+        return tuple(name for name, rules in every.items() if rules.flushes or name in asked)
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:
@@ -90,12 +103,18 @@ class Found:
         candidates: all that were considered, as estimated.
         known: what simulating or compiling said of some of them.
         left_out: how many plans with chunks or split backwards were not simulated, because all together would take too long.
+        delayed: the best plan by its estimate of the schedules that do not flush, if these were not asked for and it is faster.
+        compiled: of how many plans at the beginning of the ranking the stages were compiled.
+        attempts: the plans whose compiled stages do not fit.
     """
 
     choice: Choice
     candidates: tuple[Candidate, ...]
     known: dict[Candidate, Ranked]
     left_out: int = 0
+    delayed: Candidate | None = None
+    compiled: int = 0
+    attempts: tuple[Attempt, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,7 @@ def read_text(file: str, option: str, most: int) -> str:
 
 
 _MOST_TOPOLOGY = 2**20
+_FASTER = 0.01  # relative difference from which on a faster plan with delayed weights is worth a line
 _NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
 _MOST_PROFILE = 2**25  # thousands of layers at a dozen sizes
 
@@ -208,7 +228,7 @@ def _possible(profile: Profile, request: Request, global_norm: bool, reporter: R
 
     Says which schedules are left out because of options or shared parameters.
     """
-    allowed = request.schedules or tuple(jpipe.schedules.SCHEDULES)
+    allowed = request.allowed
     used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
     schedules = tuple(name for name in allowed if name not in refusals)
@@ -265,7 +285,25 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
-    return Found(choice, tuple(candidates), known, variants.left_out)
+    delayed = None
+    if not request.schedules and choice.ranked:
+        delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
+    return Found(choice, tuple(candidates), known, variants.left_out, delayed)
+
+
+def _faster_with_delay(
+    profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, best: Ranked
+) -> Candidate | None:
+    """The fastest equal pipelines of the schedules that do not flush, by closed form; None if they are not faster than `best`."""
+    used, degrees = global_norm or bool(profile.shared), best.candidate.degrees
+    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and cannot_share(name))]
+    found = sweep(*Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas)
+    used_devices = [c for c in found if c.workers * degrees.size == topology.num_devices or not request.all_devices]
+    fitting = [c for c in used_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
+    if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
+        return None
+    return on_meshes(fastest, degrees) if degrees.size > 1 else fastest
 
 
 def _none_found(
@@ -326,11 +364,8 @@ def nothing_fits(choice: Choice) -> InputError:
     return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
 
-def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], None]) -> tuple[Found, Compiled]:
-    """Compile the fastest plans until one fits, and put it first, with what XLA says of it.
-
-    Near misses are compiled as well, for estimates are mostly too high where forward and backward are one program. A plan whose compiled
-    stages do not fit gives way to the next of its kind that is smaller, and to those of other kinds.
+def confirm(found: Found, parts: Parts, report: Callable[[Attempt], None]) -> tuple[Found, Compiled]:
+    """Compile the fastest plans until one fits, and those that may be as fast; put the best first, with what XLA says of it.
 
     Args:
         found: what was found by estimates.
@@ -338,41 +373,54 @@ def confirm(found: Found, parts: Parts, report: Callable[[Ranked, Compiled], Non
         report: gets each plan that does not fit.
 
     Raises:
-        InputError: there is none; says what the last one lacks.
+        InputError: there is none; says what was tried.
     """
-    choice, known, lacking = found.choice, dict(found.known), None
-    limit = choice.topology.device.memory
-    most = None if limit is None else (1 + _NEAR) * limit
-    roomy = choice.topology.model_copy(update={"device": choice.topology.device.model_copy(update={"memory": most})})
-    own = {_hoped(candidate, _NEAR * (limit or 0)): candidate for candidate in found.candidates}  # the candidate that each of them was
-    known |= {hoped: dataclasses.replace(known[candidate], candidate=hoped) for hoped, candidate in own.items() if candidate in known}
-    left = list(own)
-    while hopeful := choose(choice.profile, roomy, left, global_norm=choice.global_norm, tried=known).ranked:
-        candidate = hopeful[0].candidate
-        pipe = parts.pipeline(choice.plan(hopeful[0]))
-        confirmed = compiled(choice, hopeful[0], pipe, parts.rows(candidate.batch), jax.devices()[0])
-        known[own[candidate]] = confirmed.ranked
-        if confirmed.fits:
-            rest = [own[other] for other in left if other.kind != candidate.kind]
-            others = choose(choice.profile, choice.topology, rest, global_norm=choice.global_norm, tried=known)
-            first = dataclasses.replace(others, ranked=(confirmed.ranked, *others.ranked), considered=choice.considered)
-            return dataclasses.replace(found, choice=first, known=known), confirmed
-        report(hopeful[0], confirmed)
-        lacking = confirmed.lacking or 0.0
-        smaller = set(smaller_than(candidate, left))
-        left = [other for other in left if other.kind != candidate.kind or other in smaller]
-    if lacking is None:
-        raise nothing_fits(choice)
-    raise InputError(
-        f"plan: of no plan that seemed to fit do the compiled stages fit; the last one lacks {table.size(lacking)} on a device; "
-        "use more devices, a smaller batch or devices with more memory"
+    device, programs = jax.devices()[0], dict[Any, Any]()
+
+    def compile(choice: Choice, ranked: Ranked) -> Compiled:
+        pipe = parts.pipeline(choice.plan(ranked))
+        return compiled(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
+
+    result = confirming.confirm(found.choice, found.candidates, found.known, compile, report)
+    if not result.fitting:
+        raise (
+            nothing_fits(found.choice)
+            if not result.attempts
+            else _nothing_fitted(result.attempts, scratch_words(parts, found.choice.topology))
+        )
+    choice = dataclasses.replace(
+        found.choice,
+        ranked=(*(one.ranked for one in result.fitting), *result.others),
+        considered=found.choice.considered + len(result.added),
+    )
+    candidates = (*found.candidates, *result.added)
+    known, attempts = result.known, tuple(result.attempts)
+    return dataclasses.replace(
+        found, choice=choice, candidates=candidates, known=known, compiled=len(result.fitting), attempts=attempts
+    ), result.fitting[0]
+
+
+def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
+    """What is said where the compiled stages of no plan fit: what was tried, and what to change."""
+    tried = [f"plan: {table.attempt(one)}" for one in attempts]
+    change = "use more devices, a smaller batch or devices with more memory"
+    return InputError(
+        f"plan: no plan fits: the compiled stages of {count(len(attempts), 'plan')} need too much memory; {change}",
+        *tried,
+        *([f"plan: {scratch}"] if scratch else []),
     )
 
 
-def _hoped(candidate: Candidate, lacking: float) -> Candidate:
-    """The candidate as one that fits, if it lacks no more than that."""
-    near = candidate.over is not None and candidate.over[1] <= lacking
-    return dataclasses.replace(candidate, over=None) if near else candidate
+def scratch_words(parts: Parts, topology: Topology) -> str:
+    """What the scratch memory of stages compiled for this machine says about other machines; "" if that is the same."""
+    config = parts.config
+    computes = config.precision.computes or config.model.compute_dtype
+    if "16" not in computes or not topology.device.flops or jax.devices()[0].platform != "cpu":
+        return ""
+    return (
+        f"temporaries are those of a CPU, whose compiler asks in {computes} for two to four times the scratch memory of a GPU's: "
+        "on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
+    )
 
 
 def prepare(request: Request) -> int | None:

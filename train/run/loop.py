@@ -34,6 +34,7 @@ from train.report import logs, mfu, report
 from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from train.report.summary import Summary, print_summary, stages_of, write_report
+from train.run.delay import delay_words
 from train.run.starting import begin, check_shared, go_on, make_folder, read_layers, starting_params, tell_resumed
 from train.run.training import Training
 
@@ -226,6 +227,8 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
         f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
+    if words := delay_words(plan):
+        reporter.say(words)
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)

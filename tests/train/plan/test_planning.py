@@ -51,7 +51,7 @@ def silent() -> Reporter:
 
 
 def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> Found:
-    return search(profile(weights, dispatch), topology, 8, Request(), False, silent())
+    return search(profile(weights, dispatch), topology, 8, Request(schedules=("all",)), False, silent())
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def fits(monkeypatch):
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     monkeypatch.setattr(planning, "MOST_MICROBATCHES", 4)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
-    found = search(profile(), TWO, 8, Request(), False, reporter)
+    found = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
     planned = find_candidates(profile(), TWO, 8)
     everything = [*planned, *find_variants(profile(), TWO, 8, planned=planned).simulated]
     assert {candidate.rows for candidate in everything} == {1, 2}
@@ -86,11 +86,38 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
 def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
     monkeypatch.setattr(planning, "MANY_DEVICES", 2)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
-    search(profile(), TWO, 8, Request(), False, reporter)
+    search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
     assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without")
     told.truncate(0)
     search(profile(), TWO, 8, Request(schedules=("pipedream_2bw",)), False, reporter)
     assert "minutes" not in told.getvalue()
+
+
+def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
+    def schedules(**asked) -> set[str]:
+        found = search(profile(), TWO, 8, Request(replicas=False, **asked), False, silent())
+        return {candidate.schedule for candidate in found.candidates}
+
+    rules = jpipe.schedules.SCHEDULES
+    flushing = schedules()
+    assert "pipedream_flush" in flushing
+    assert all(rules[name].flushes for name in flushing)
+    assert {"pipedream", "pipedream_2bw"} <= schedules(schedules=("all",))
+    assert schedules(schedules=("pipedream_2bw",)) == {"pipedream_2bw"}
+    assert schedules(pipedream="replicas") - flushing == {"pipedream"}
+
+
+def test_what_delayed_weights_would_gain_is_known_where_they_were_not_asked_for():
+    def delayed(devices: int, **asked):
+        topology = Topology.flat(devices, 1e9)
+        return search(profile(dispatch=0.05), topology, 4, Request(replicas=False, **asked), False, silent())
+
+    found = delayed(3)
+    assert found.delayed is not None
+    assert not jpipe.schedules.SCHEDULES[found.delayed.schedule].flushes
+    assert found.delayed.samples_per_second > 1.5 * found.choice.ranked[0].samples_per_second
+    assert delayed(3, schedules=("all",)).delayed is None
+    assert delayed(1).delayed is None  # one stage has no bubble
 
 
 def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
@@ -104,7 +131,7 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert best.rows == 2
     own = tuple(candidate for candidate in found.candidates if candidate.rows == 2 or candidate.kind == best.kind)
     asked = fits(lambda candidate: candidate.rows == 1)
-    after, confirmed = confirm(dataclasses.replace(found, candidates=own), parts(), lambda ranked, _: told.append(ranked.candidate))
+    after, confirmed = confirm(dataclasses.replace(found, candidates=own), parts(), lambda attempt: told.append(attempt.ranked.candidate))
     first = after.choice.ranked[0]
     assert told == asked[:-1]
     assert told
@@ -118,8 +145,8 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
 
 def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
     fits(lambda candidate: False)
-    with pytest.raises(jpipe.InputError, match="do the compiled stages fit; the last one lacks 2 kB on a device"):
-        confirm(searched(TWO), parts(), lambda *_: None)
+    with pytest.raises(jpipe.InputError, match=r"stages of .* plans need too much memory(.|\n)*: stage 0 lacks 2 kB when compiled"):
+        confirm(searched(TWO), parts(), lambda _: None)
 
 
 @pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
