@@ -4,7 +4,8 @@ Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any or
 read when they are needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -68,6 +69,18 @@ class Data:
         return self.shapes[0] if self.shapes else self.train[0]
 
 
+@contextmanager
+def _memory_is_told() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise InputError(
+            "data: expected data that fit into memory, found more than there is; take fewer, or prepare text with jpipe data prepare: "
+            "a folder of tokens (data.format: tokens) is read where it is needed"
+        ) from None
+
+
+@_memory_is_told()
 def load(config: Config) -> Data:
     """Read what `config.data` names and batch it as `config` says, or call what it names instead.
 
@@ -93,6 +106,7 @@ def load(config: Config) -> Data:
     return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
 
 
+@_memory_is_told()
 def held_out(config: Config, path: str | None = None) -> Data:
     """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
 

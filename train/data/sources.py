@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jpipe import InputError
+from jpipe.files import open_to_read
 
 
 def named(path: str | None) -> str:
@@ -47,7 +48,7 @@ _BEGINNINGS = {
 
 def guess(file: Path) -> str:
     """What a file that is no text in UTF-8 looks like, as the end of a clause; nothing if it is not known."""
-    with open(file, "rb") as opened:
+    with open_to_read(file) as opened:
         begins = opened.read(8)
     return next((f" (it seems to be {words})" for start, words in _BEGINNINGS.items() if begins.startswith(start)), "")
 
