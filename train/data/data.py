@@ -195,7 +195,7 @@ def loss_unit(config: Config) -> str:
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
-    return " nats per byte" if config.data.format == "bytes" else " nats per token"
+    return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
 
 
 def _check_objective(config: Config) -> None:
@@ -217,7 +217,7 @@ def _check_vocabulary(config: Config, found: Split) -> None:
     need = found.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
-        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.format, f"the tokens of '{config.data.tokenizer}'")
+        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
@@ -229,7 +229,7 @@ def _apart(config: Config, found: Split) -> bool:
             f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
             "prepare it again, or ignore them"
         )
-    default = "ignore" if config.data.format == "bytes" or config.data.objective == "masked" else "keep"
+    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
     return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
 
 

@@ -19,7 +19,7 @@ _HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once, and in 
 
 @runtime_checkable
 class Numbers(Protocol):
-    """An array in memory, or in a file (`train.data.file_array.FileArray`): a slice of it is in memory."""
+    """An array in memory, or in a file (`train.data.files.file_array.FileArray`): a slice of it is in memory."""
 
     @property
     def size(self) -> int: ...

@@ -12,11 +12,16 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import expanded
 from train.config.config import Config
+from train.config.data_config import DataConfig
+from train.config.section import AUTO
 from train.data import sources, texts, token_files
 from train.data import tokenizer as tokenizers
 from train.data.documents import Documents, Shard
-from train.data.file_array import FileArray
+from train.data.files import kinds
+from train.data.files.file_array import FileArray
 
 BYTES = 256  # symbols of a text that is read as bytes
 _MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
@@ -55,7 +60,9 @@ def read(config: Config) -> Split:
         InputError: they cannot be read.
     """
     data = config.data
-    if data.format == "bytes":
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
     _check_beside_weights(config)
     if data.format == "tokens":
@@ -63,6 +70,31 @@ def read(config: Config) -> Split:
     if data.validation_path is None:
         return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
     return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
+
+
+def _check_kinds(data: DataConfig) -> None:
+    """Refuse files that are known to be no text, unless the config says that their bytes are to be learned.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+        if path is None:
+            continue
+        as_it_is = "or set data.format: bytes to learn its bytes as they are"
+        with sources.readable(where):
+            if (expanded(path, where) / token_files.INDEX).is_file():
+                raise InputError(
+                    f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
+                )
+            for file in sources.find_files(path, where)[1]:
+                if (kind := kinds.kind_of(file)) is None:
+                    continue
+                hint = kind.hint
+                if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
+                    hint = "set data.format: prompts and data.tokenizer"
+                columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+                raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 
 
 def _check_beside_weights(config: Config) -> None:
@@ -110,7 +142,9 @@ def read_whole(config: Config, path: str) -> Split:
     Raises:
         InputError: they cannot be read, or are tokens of another tokenizer.
     """
-    if config.data.format == "bytes":
+    if config.data.read_as == "bytes":
+        if config.data.format == AUTO:
+            _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
         with sources.readable():
             files = _files_of_bytes(path, "data.path")[1]
             documents = _documents_of_bytes(files)

@@ -21,7 +21,7 @@ from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, read_text
 from train.data import sources
 from train.data.documents import Documents, Numbers, Shard
-from train.data.file_array import FileArray
+from train.data.files.file_array import FileArray
 from train.data.tokenizer import FILE, LARGEST_VOCABULARY, MOST_BYTES
 
 INDEX = "tokens.json"

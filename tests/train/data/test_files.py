@@ -16,10 +16,11 @@ from tests.train.data.conftest import quiet, whole
 from train.config.config import Config
 from train.config.targets.sequence_config import CaptionsData
 from train.config.targets.vision_config import ImagesData
-from train.data import data, npz_file, prepare, sources, splits, texts, token_files
+from train.data import data, prepare, sources, splits, texts, token_files
 from train.data import tokenizer as tokenizers
 from train.data.documents import Documents, Shard
-from train.data.file_array import FileArray
+from train.data.files import npz_file
+from train.data.files.file_array import FileArray
 from train.data.prepare import Files
 from train.data.targets import captions, image_rows, images
 

@@ -11,8 +11,9 @@ from jpipe import InputError
 from jpipe.files import expanded
 from train.config.targets.sequence_config import CaptionsData
 from train.console.terminal import count
-from train.data import npz_file, sources
+from train.data import sources
 from train.data.data import Data
+from train.data.files import npz_file
 from train.data.targets.sentences import FOLDER, Words, data_of, in_order, lines_of, shifted, shown, usable
 
 ARRAY = "features"
