@@ -148,14 +148,13 @@ def open_to_append(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened; a symbolic link is refused, and so is a FIFO or a device, which could block forever.
     """
-    special = OSError(errno.EINVAL, "it is not a regular file", str(path))
     try:
         number = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     except OSError as error:
-        raise (special if error.errno == errno.ENXIO else error) from None  # a FIFO that nobody reads
+        raise (_not_regular(path) if error.errno == errno.ENXIO else error) from None  # a FIFO that nobody reads
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise special
+        raise _not_regular(path)
     os.set_blocking(number, True)
     return open(number, "ab", buffering=0)
 
@@ -180,27 +179,40 @@ def refuse_link(path: Path) -> None:
         raise _linked(path)
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; a symbolic link to one is followed.
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a regular file to read; a symbolic link to one is followed.
 
-    A FIFO or a device is refused without reading it, which could block forever.
+    A FIFO, a device or a socket is refused without reading it, which could block forever.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger.
+        OSError: it cannot be opened, or is not a regular file.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        raise (_not_regular(path) if error.errno == errno.ENXIO else error) from None  # a socket
     try:
         kind = os.fstat(number).st_mode
         if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        if os.fstat(number).st_size > most:
-            raise OSError(errno.EFBIG, f"it is larger than {most // 2**20} MiB, the limit for such a file", str(path))
-        with open(number, "rb", closefd=False) as file:
-            return file.read(most)
-    finally:
+            raise _not_regular(path)
+        return open(number, "rb")
+    except BaseException:
         os.close(number)
+        raise
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a regular file of at most `most` bytes, opened as in `open_to_read`.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    with open_to_read(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most // 2**20} MiB, the limit for such a file", str(path))
+        return file.read(most)
 
 
 def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
@@ -249,3 +261,7 @@ def _open(path: Path, flags: int) -> int:
 
 def _linked(path: Path) -> OSError:
     return OSError(errno.ELOOP, "it is a symbolic link, which jpipe does not follow there", str(path))
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -333,7 +333,7 @@ data = tyro.extras.SubcommandApp()
 app.command(data, name="data", help="Make a tokenizer, write text as files of tokens, or make a small data set, to train on.")
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
-Form = Annotated[Literal["text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
+Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
 
 
 @data.command
@@ -342,7 +342,7 @@ def prepare(
     *,
     tokenizer: Annotated[str, tyro.conf.arg(metavar="FILE")],
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")],
-    form: Form = "text",
+    form: Form = "auto",
     validation_fraction: Annotated[float, tyro.conf.arg(metavar="F")] = 0.05,
     shard_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000_000,
     end_of_text: Annotated[str, tyro.conf.arg(metavar="TOKEN|none")] = "auto",
@@ -356,7 +356,8 @@ def prepare(
         source: Files, folders or globs to read; nothing: the source of Python's standard library.
         tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
         out: The folder, a new one.
-        form: Each file is a text; or (jsonl-text) each line is JSON with a text; or (prompts) with a prompt and an answer.
+        form: Each file is a text (auto: what seems to be none is refused); or (jsonl-text) each line is JSON with a text; or (prompts) with
+            a prompt and an answer.
         validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those whose hash says so.
         shard_tokens: A file of tokens ends with the document that makes it as large as this.
         end_of_text: The token that ends each document; by default the one that the tokenizer has for it.
@@ -386,7 +387,7 @@ def make_tokenizer(
     *,
     vocab_size: Annotated[int, tyro.conf.arg(metavar="N")],
     out: Annotated[str, tyro.conf.arg(metavar="FILE")],
-    form: Form = "text",
+    form: Form = "auto",
     kind: Literal["decoder", "bert"] = "decoder",
     text_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "text",
     prompt_key: Annotated[str, tyro.conf.arg(metavar="KEY")] = "prompt",

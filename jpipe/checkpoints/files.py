@@ -271,11 +271,12 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     """Shapes and dtypes of what `read_layers` gives, for all layers; no array is read, and no hash of one is looked at.
 
     Raises:
-        Damaged: a file that says which layers there are is missing, cut off or changed.
+        Damaged: a file that says which layers there are is missing, cut off or changed; one of the others is missing or cut off.
     """
     place = _place(folder, step)
     found: dict[str, Tree] = {}
     for name, item in read_items(place, read_marker(place, step)).items():
+        verify_item(place / name, item, contents=False)
         with _told_as_damaged(place / name):
             specs = item_specs(place / name)
             found |= {layer: specs[layer] for layer in item.layers}

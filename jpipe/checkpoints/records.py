@@ -173,7 +173,7 @@ def describe(path: Path) -> File:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with files.open_to_read(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return File(size=file.tell(), sha256=sha256)
 

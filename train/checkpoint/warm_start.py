@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 import jpipe
 from jpipe import InputError
@@ -19,7 +19,8 @@ from jpipe.files import resolved, shown
 from train.assemble.build import param_specs
 from train.checkpoint import huggingface
 from train.checkpoint.export import by_name, by_path, state_name, step_of
-from train.checkpoint.source import FLOATS, Names, Source, Spec
+from train.checkpoint.safetensors_file import TensorsFile, tensors_file
+from train.checkpoint.source import Names, Source, Spec
 from train.config.config import WarmStartConfig
 from train.console.terminal import count
 from train.launch.together import Together
@@ -126,11 +127,11 @@ def _of_file(path: Path) -> Source:
     where = f"warm_start.file: '{shown(path)}'"
 
     @contextlib.contextmanager
-    def opened() -> Iterator[Any]:
+    def opened() -> Iterator[TensorsFile]:
         if path.exists() and not path.is_file():
             raise InputError(f"{where}: expected {_EXPECTED}, found no regular file; give another one")
         try:
-            with safe_open(path, "np") as file:
+            with tensors_file(path) as file:
                 yield file
         except (OSError, SafetensorError) as error:
             raise InputError(f"{where}: expected {_EXPECTED}, found: {error}; give another one") from None
@@ -138,15 +139,14 @@ def _of_file(path: Path) -> Source:
     def read(names: Names) -> Iterator[dict[str, Any]]:
         with opened() as file:
             for inner in names.values():
-                yield {name: file.get_tensor(name) for name in inner}
+                yield {name: file.read(name) for name in inner}
 
     def digest() -> str:
         with opened():
             return describe(path).sha256
 
     with opened() as file:
-        slices = {name: file.get_slice(name) for name in file.offset_keys()}
-        specs = {name: Spec(tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype())) for name, part in slices.items()}
+        specs = file.specs
     return Source(where, specs, read, digest)
 
 

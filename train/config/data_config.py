@@ -25,13 +25,13 @@ class DataConfig(OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
     Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
-    and an answer). With a `target` it is one of `built_in.DATA`, or what `target(seed, batch_size, **arguments)` returns: (train,
-    validation), see `train.data.own_data`.
+    and an answer); auto is bytes, and refuses files that are known to be no text. With a `target` it is one of `built_in.DATA`, or what
+    `target(seed, batch_size, **arguments)` returns: (train, validation), see `train.data.own_data`.
     """
 
     built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
 
-    format: Literal["bytes", "text", "tokens", "prompts"] = "bytes"
+    format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
     path: FilePath | None = None
     validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
@@ -45,17 +45,22 @@ class DataConfig(OwnCode):
     too_long: Literal["refuse", "cut"] = "refuse"
 
     @property
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts"]:
+        """The format, bytes in place of auto."""
+        return "bytes" if self.format == AUTO else self.format
+
+    @property
     def reads_bytes(self) -> bool:
         """Whether the tokens of the batches are bytes."""
-        return self.target is None and self.format == "bytes"
+        return self.target is None and self.read_as == "bytes"
 
     @model_validator(mode="after")
     def _keys_fit_the_format(self) -> "DataConfig":
         if self.target is not None:
             return self
         for key, formats in _ONLY_WITH.items():
-            if self._is_changed(key) and self.format not in formats:
-                raise ValueError(f"{key} would mean nothing with format {self.format}: it is for {' and '.join(formats)}; leave it out")
+            if self._is_changed(key) and self.read_as not in formats:
+                raise ValueError(f"{key} would mean nothing with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
         if self.path is None and self.format in ("tokens", "prompts"):
             what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
             raise ValueError(f"path is missing, which format {self.format} needs; name {what}")

@@ -1,6 +1,7 @@
 """What sections of a config are made of: their base classes, and the types of keys that several of them have."""
 
 import importlib
+import os
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 
 def _usable_path(path: str) -> str:
     """The path as it is, or an error where no file can have that name."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # an escape in YAML
+        raise ValueError(f"{path!a} has a character that no path can have; choose another name") from None
     try:
         Path(path).expanduser()
     except RuntimeError:

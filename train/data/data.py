@@ -4,7 +4,8 @@ Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any or
 read when they are needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +72,18 @@ class Data:
         return self.shapes[0] if self.shapes else self.train[self.first]
 
 
+@contextmanager
+def _memory_is_told() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise InputError(
+            "data: expected data that fit into memory, found more than there is; take fewer, or prepare text with jpipe data prepare: "
+            "a folder of tokens (data.format: tokens) is read where it is needed"
+        ) from None
+
+
+@_memory_is_told()
 def load(config: Config, position: Position | None = None) -> Data:
     """Read what `config.data` names and batch it as `config` says, or call what it names instead.
 
@@ -109,6 +122,7 @@ def _read(config: Config) -> Data:
     return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
 
 
+@_memory_is_told()
 def held_out(config: Config, path: str | None = None) -> Data:
     """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
 
@@ -197,7 +211,7 @@ def loss_unit(config: Config) -> str:
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
-    return " nats per byte" if config.data.format == "bytes" else " nats per token"
+    return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
 
 
 def _check_objective(config: Config) -> None:
@@ -219,7 +233,7 @@ def _check_vocabulary(config: Config, found: Split) -> None:
     need = found.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
-        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.format, f"the tokens of '{config.data.tokenizer}'")
+        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
@@ -231,7 +245,7 @@ def _apart(config: Config, found: Split) -> bool:
             f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
             "prepare it again, or ignore them"
         )
-    default = "ignore" if config.data.format == "bytes" or config.data.objective == "masked" else "keep"
+    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
     return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
 
 

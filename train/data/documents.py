@@ -6,11 +6,28 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from jpipe import InputError
+
+_BLOCK = 512  # numbers of a file that are read at once to search in them
+_HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once, and in all of an array; of a longer one, some parts
+
+
+@runtime_checkable
+class Numbers(Protocol):
+    """An array in memory, or in a file (`train.data.files.file_array.FileArray`): a slice of it is in memory."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -27,9 +44,9 @@ class Shard:
 
     name: str
     size: int
-    tokens: Callable[[], np.ndarray]
-    ends: Callable[[], np.ndarray] | None = None
-    answers: Callable[[], np.ndarray] | None = None
+    tokens: Callable[[], Numbers]
+    ends: Callable[[], Numbers] | None = None
+    answers: Callable[[], Numbers] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ class Documents:
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None
             assert shard.answers is not None
-            ends, answers = shard.ends().astype(np.int64), shard.answers().astype(np.int64)
+            ends, answers = shard.ends()[:].astype(np.int64), shard.answers()[:].astype(np.int64)
             begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
             if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
                 raise _disordered(shard.name)
@@ -132,11 +149,17 @@ class Documents:
         return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
 
     def digest(self) -> str:
-        """Of all tokens and ends; for those in memory."""
+        """Return a hash of all tokens and ends; of very many, of a sample."""
         found = hashlib.sha256()
         for shard in self.shards:
             for part in (shard.tokens, shard.ends, shard.answers):
-                found.update(b"-" if part is None else np.ascontiguousarray(part()).tobytes())
+                if part is None:
+                    found.update(b"-")
+                    continue
+                numbers = part()
+                found.update(f"{numbers.size} ".encode())
+                for start in range(0, numbers.size, _HASHED * max(numbers.size // _MOST_HASHED, 1)):
+                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]))
         return found.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
@@ -150,9 +173,17 @@ class Documents:
         return found
 
 
-def _before(ends: np.ndarray, position: int) -> int:
-    """How many of the ends are below this position."""
-    return int(np.searchsorted(ends, np.asarray(position, ends.dtype)))  # of their own type, else all of them would be converted
+def _before(ends: Numbers, position: int) -> int:
+    """Count the ends that are below this position, by binary search: of ends in a file only a few blocks are read."""
+    low, high = 0, ends.size
+    wanted = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
+    while high - low > _BLOCK:
+        middle = (low + high) // 2
+        if ends[middle : middle + 1][0] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low + int(np.searchsorted(ends[low:high], wanted))
 
 
 def _disordered(name: str) -> InputError:

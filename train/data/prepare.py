@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from jpipe import InputError
+from jpipe.errors import shortened
 from jpipe.files import create, new_folder, unused, write_atomically
 from train.config.section import AUTO
 from train.console import interrupt
@@ -18,6 +19,7 @@ from train.console.progress import Reporter
 from train.console.terminal import count, first_line
 from train.data import sources, texts, token_files
 from train.data import tokenizer as tokenizers
+from train.data.files import kinds
 from train.data.token_files import Index, ShardFacts
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
@@ -30,13 +32,18 @@ class Files(NamedTuple):
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
-        form: of each file: text, or JSON lines.
+        form: of each file: text, or JSON lines; auto is text, and refuses files that are known to be something else.
         keys: of JSON lines.
     """
 
     paths: Sequence[str]
-    form: texts.Format = "text"
+    form: texts.Format | Literal["auto"] = "auto"
     keys: texts.Keys = texts.Keys()
+
+    @property
+    def read_as(self) -> texts.Format:
+        """The form, text in place of auto."""
+        return "text" if self.form == "auto" else self.form
 
 
 def prepare(
@@ -246,6 +253,8 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
             more = sources.find_files(path, "SOURCE")
             names += more[0]
             paths += more[1]
+            if files.form == "auto" and path is not None:
+                _check_kinds(more[1])
         if len(files.paths) > 1:  # one alone is read as a run reads it
             names, paths, twice = _once(names, paths)
             if twice:
@@ -255,8 +264,24 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
         source = ", ".join(files.paths) or sources.named(None)
         total = sum(path.stat().st_size for path in paths)
     with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
-        shown = _shown(texts.pieces(names, paths, files.form, fraction, files.keys, "SOURCE"), advance)
+        shown = _shown(texts.pieces(names, paths, files.read_as, fraction, files.keys, "SOURCE"), advance)
         yield ((piece.text for piece in shown) if words == "reading" else shown), source
+
+
+def _check_kinds(paths: Sequence[Path]) -> None:
+    """Refuse files that are known to be something else than text.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path in paths:
+        if (kind := kinds.kind_of(path)) is not None:
+            columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+            is_json = kind.name == kinds.JSON_LINES
+            hint = "add --format jsonl-text, or --format prompts for prompts with answers" if is_json else kind.hint
+            raise InputError(
+                f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {hint}, or --format text to read it as text"
+            )
 
 
 def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jpipe import InputError
+from train.data.files.kinds import kind_of
 
 
 def named(path: str | None) -> str:
@@ -30,26 +31,10 @@ def readable(where: str = "data.path") -> Iterator[None]:
         raise InputError(f"{where}: cannot read {what}: {error.strerror}; give files that can be read") from None
 
 
-_BEGINNINGS = {
-    b"\x80\x02": "a pickle, which jpipe never loads",
-    b"\x80\x03": "a pickle, which jpipe never loads",
-    b"\x80\x04": "a pickle, which jpipe never loads",
-    b"\x80\x05": "a pickle, which jpipe never loads",
-    b"PK\x03\x04": "a zip archive (PyTorch's files are such, with a pickle, which jpipe never loads)",
-    b"PAR1": "a Parquet file",
-    b"\x93NUMPY": "a NumPy file",
-    b"\x1f\x8b": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\xff\xfe": "in UTF-16",
-    b"\xfe\xff": "in UTF-16",
-}
-
-
 def guess(file: Path) -> str:
     """What a file that is no text in UTF-8 looks like, as the end of a clause; nothing if it is not known."""
-    with open(file, "rb") as opened:
-        begins = opened.read(8)
-    return next((f" (it seems to be {words})" for start, words in _BEGINNINGS.items() if begins.startswith(start)), "")
+    kind = kind_of(file)
+    return "" if kind is None else f" (it seems to be {kind.name})"
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:

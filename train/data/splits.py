@@ -6,18 +6,25 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 
 from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import expanded
 from train.config.config import Config
+from train.config.data_config import DataConfig
+from train.config.section import AUTO
 from train.data import sources, texts, token_files
 from train.data import tokenizer as tokenizers
-from train.data.documents import Documents
+from train.data.documents import Documents, Shard
+from train.data.files import kinds
+from train.data.files.file_array import FileArray
 
 BYTES = 256  # symbols of a text that is read as bytes
+_MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
 Place = Callable[[int], str] | None
 
 
@@ -53,7 +60,9 @@ def read(config: Config) -> Split:
         InputError: they cannot be read.
     """
     data = config.data
-    if data.format == "bytes":
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
     _check_beside_weights(config)
     if data.format == "tokens":
@@ -61,6 +70,31 @@ def read(config: Config) -> Split:
     if data.validation_path is None:
         return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
     return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
+
+
+def _check_kinds(data: DataConfig) -> None:
+    """Refuse files that are known to be no text, unless the config says that their bytes are to be learned.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+        if path is None:
+            continue
+        as_it_is = "or set data.format: bytes to learn its bytes as they are"
+        with sources.readable(where):
+            if (expanded(path, where) / token_files.INDEX).is_file():
+                raise InputError(
+                    f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
+                )
+            for file in sources.find_files(path, where)[1]:
+                if (kind := kinds.kind_of(file)) is None:
+                    continue
+                hint = kind.hint
+                if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
+                    hint = "set data.format: prompts and data.tokenizer"
+                columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+                raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 
 
 def _check_beside_weights(config: Config) -> None:
@@ -80,22 +114,26 @@ def _check_beside_weights(config: Config) -> None:
 
 
 def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
-    """Read `path` (a file, a folder or a glob; None: the standard library's source) as bytes and split it."""
+    """Find the bytes of `path` (a file, a folder or a glob; None: the standard library's source) and split them.
+
+    Files that take little memory are read here, others where they are needed.
+    """
     source = sources.named(path)
     with sources.readable():
-        names, files = sources.find_files(path)
-        contents = [file.read_bytes() for file in files]
+        names, parts = _files_of_bytes(path, "data.path")
+        if validation_path is not None:
+            train = parts
+        elif len(parts) == 1:
+            train, validation = parts[0].split(1 - validation_fraction)
+        else:
+            held_out = sources.validation_names(names, validation_fraction)
+            train = [part for name, part in zip(names, parts, strict=True) if name not in held_out]
+            validation = [part for name, part in zip(names, parts, strict=True) if name in held_out]
+            source = f"{source} ({len(parts)} files)"
     if validation_path is not None:
         with sources.readable("data.validation_path"):
-            others = [file.read_bytes() for file in sources.find_files(validation_path, "data.validation_path")[1]]
-        return _split_bytes(contents, others, source)
-    if len(files) == 1:
-        cut = round(len(contents[0]) * (1 - validation_fraction))
-        return _split_bytes([contents[0][:cut]], [contents[0][cut:]], source)
-    held_out = sources.validation_names(names, validation_fraction)
-    train = [content for name, content in zip(names, contents, strict=True) if name not in held_out]
-    validation = [content for name, content in zip(names, contents, strict=True) if name in held_out]
-    return _split_bytes(train, validation, f"{source} ({len(files)} files)")
+            validation = _files_of_bytes(validation_path, "data.validation_path")[1]
+    return _split_of_bytes(train, validation, source)
 
 
 def read_whole(config: Config, path: str) -> Split:
@@ -104,10 +142,12 @@ def read_whole(config: Config, path: str) -> Split:
     Raises:
         InputError: they cannot be read, or are tokens of another tokenizer.
     """
-    if config.data.format == "bytes":
+    if config.data.read_as == "bytes":
+        if config.data.format == AUTO:
+            _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
         with sources.readable():
-            files = sources.find_files(path)[1]
-            documents = _documents_of_bytes([file.read_bytes() for file in files])
+            files = _files_of_bytes(path, "data.path")[1]
+            documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
         return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
     if config.data.format == "tokens":
@@ -116,8 +156,32 @@ def read_whole(config: Config, path: str) -> Split:
     return replace(found, validation=found.train, place=(found.place[0], found.place[0]))
 
 
-def _split_bytes(train: list[bytes], validation: list[bytes], source: str) -> Split:
-    parts = _documents_of_bytes(train), _documents_of_bytes(validation)
+class _Bytes(NamedTuple):
+    """The bytes start .. stop - 1 of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
+        """Return the first part, which has this share of the bytes, and the remaining bytes."""
+        cut = round((self.stop - self.start) * share)
+        return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
+
+    def opened(self) -> FileArray:
+        """Return the bytes as an array that is read when it is sliced."""
+        return FileArray(self.file, np.dtype(np.uint8), self.start, self.stop - self.start)
+
+
+def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
+    """Return the names of the files at a path, and the bytes of each, which are not read."""
+    names, files = sources.find_files(path, where)
+    return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
+
+
+def _split_of_bytes(train: list[_Bytes], validation: list[_Bytes], source: str) -> Split:
+    with sources.readable():
+        parts = _documents_of_bytes(train), _documents_of_bytes(validation)
     return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
 
 
@@ -125,10 +189,19 @@ def _digest(made_by: str, *parts: Documents) -> str:
     return hashlib.sha256(" ".join([made_by, *(part.digest() for part in parts)]).encode()).hexdigest()
 
 
-def _documents_of_bytes(contents: list[bytes]) -> Documents:
-    whole: UInt8[np.ndarray, " n"] = np.frombuffer(b"".join(contents), np.uint8)
-    ends = np.cumsum([len(content) for content in contents if content], dtype=np.int64)
-    return Documents.of(whole, BYTES, ends)
+def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
+    """Return a document for each file that is not empty."""
+    files = [file for file in files if file.stop > file.start]
+    sizes = [file.stop - file.start for file in files]
+    if sum(sizes) <= _MOST_IN_MEMORY:  # files that somebody edits while the run goes on change nothing
+        whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
+        return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
+    kept = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
+
+    def of(file: _Bytes, size: int) -> Shard:
+        return Shard(f"'{file.file}'", size, lambda: kept(file), lambda: np.asarray([size], np.int64))
+
+    return Documents([of(file, size) for file, size in zip(files, sizes, strict=True)], BYTES)
 
 
 def _whole_folder(config: Config, path: str) -> Split:

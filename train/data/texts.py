@@ -13,6 +13,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe.errors import short
+from jpipe.files import open_to_read
 from train.console.terminal import count
 from train.data import sources
 from train.data.tokenizer import Tokenizer
@@ -219,7 +220,7 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
     """The document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers part the text as well."""
     decode = codecs.getincrementaldecoder("utf-8")()
     text, taken, at = "", 0, start
-    with open(file, "rb") as opened:
+    with open_to_read(file) as opened:
         opened.seek(start)
         while True:
             block = opened.read(min(_BLOCK, stop - at))
@@ -254,7 +255,7 @@ def _good_end(text: str) -> int:
 
 def _next_line(file: Path, start: int) -> int:
     """The position behind the line that byte `start` is in; if it does not end soon, or is the last, that of the character."""
-    with open(file, "rb") as opened:
+    with open_to_read(file) as opened:
         opened.seek(start)
         block = opened.read(_BLOCK)
     end = block.find(b"\n") + 1
@@ -304,7 +305,7 @@ def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongL
     else:
         wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
     number = 0
-    with open(file, "rb") as opened:
+    with open_to_read(file) as opened:
         while line := opened.readline(_LONGEST_LINE + 1):
             number += 1
             if len(line) > _LONGEST_LINE:

@@ -1,4 +1,4 @@
-"""Folders of tokens, as `jpipe data prepare` writes them: tokens.json says what they hold, shards are read through memory maps.
+"""Folders of tokens, as `jpipe data prepare` writes them: tokens.json says what they hold, shards are read where they are needed.
 
 A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
 behind its last token as uint64; and `train-00000.answers` for prompts, the position of the first token of each answer as uint64.
@@ -18,9 +18,10 @@ from pydantic import Field
 
 from jpipe import InputError
 from jpipe.errors import explain, short
-from jpipe.files import expanded, read_bytes, read_text
+from jpipe.files import expanded, open_to_read, read_bytes, read_text
 from train.data import sources
-from train.data.documents import Documents, Shard
+from train.data.documents import Documents, Numbers, Shard
+from train.data.files.file_array import FileArray
 from train.data.tokenizer import FILE, LARGEST_VOCABULARY, MOST_BYTES
 
 INDEX = "tokens.json"
@@ -29,7 +30,7 @@ POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
 _SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
 _SOME = 8  # ends at the beginning and at the end of each file that are checked when it is opened
-_OPEN = 256  # maps at a time, each of which needs a file descriptor
+MOST_OPEN = 256  # files at a time, each of which needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -110,13 +111,14 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
 
 def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
     """The documents in these shards, read where they are needed."""
-    kept = functools.lru_cache(maxsize=_OPEN)(_opened)
+    kept = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
 
-    def opened(shard: ShardFacts, part: int) -> Callable[[], np.ndarray] | None:
+    def opened(shard: ShardFacts, part: int) -> Callable[[], Numbers] | None:
         if part >= len(index.parts) or (part and shard.documents is None):
             return None
         ending, dtype = index.parts[part]
-        return lambda: kept(folder / f"{shard.name}{ending}", dtype, shard.tokens if ending == ".ends" else None)
+        count = shard.tokens if part == 0 else shard.documents
+        return lambda: kept(folder / f"{shard.name}{ending}", dtype, count, shard.tokens if ending == ".ends" else None)
 
     def of(shard: ShardFacts) -> Shard:
         tokens = opened(shard, 0)
@@ -142,21 +144,27 @@ def digest(folder: Path, index: Index) -> str:
 
 
 def _sample(path: Path) -> list[bytes]:
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         return [os.pread(file.fileno(), _SAMPLE, max(start, 0)) for start in (0, size // 2 - _SAMPLE // 2, size - _SAMPLE)]
 
 
-def _opened(path: Path, dtype: np.dtype[Any], size: int | None) -> np.ndarray:
-    """A map of the file; if it holds the ends of documents of `size` tokens in all, some of them are checked, however many there are."""
-    found = np.memmap(path, dtype, mode="r")
+def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
+    """Open a file of `count` numbers. If they are the ends of documents of `size` tokens in all, check some of them.
+
+    Raises:
+        InputError: they do not rise, or do not end with the tokens; the file was cut off.
+        OSError: it cannot be opened.
+    """
+    found = FileArray(path, dtype, size=count)
     if size is None:
         return found
-    if found[-1] != size:
+    first, last = found[:_SOME], found[-_SOME:]
+    if last[-1] != size:
         raise InputError(
-            f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {found[-1]:,}; write the folder again"
+            f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {last[-1]:,}; write the folder again"
         )
-    for some in (found[:_SOME], found[-_SOME:]):
+    for some in (first, last):
         if some[0] == 0 or np.any(some[1:] <= some[:-1]):
             raise InputError(f"data: expected rising ends in '{path}', found {some[:5].tolist()}; write the folder again")
     return found

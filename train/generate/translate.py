@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import read_text, resolved
+from jpipe.files import expanded, read_text, resolved
 from train.assemble import model
 from train.checkpoint.export import Weights, by_name, step_of, with_ema
 from train.config import config_file
@@ -140,7 +140,7 @@ def _texts(request: Request, config: Config) -> tuple[list[str], str, list[str] 
 
 def _lines(path: str, option: str) -> list[str]:
     text = read_text(
-        Path(path).expanduser(),
+        expanded(path, option),
         _MOST_BYTES,
         f"{option}: cannot read '{path}'",
         "give a file with a sentence to a line",

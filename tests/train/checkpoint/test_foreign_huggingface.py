@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from jpipe import InputError
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN
-from train.checkpoint import huggingface, warm_start
+from train.checkpoint import huggingface, safetensors_file, warm_start
 from train.checkpoint.huggingface.folder import INDEX, WHOLE
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -130,6 +130,55 @@ def test_files_that_are_cut_off_missing_or_elsewhere_are_refused(tmp_path):
     for name in (f"../{SHARD}", f"/{SHARD}", ".."):
         (folder / INDEX).write_text(json.dumps(index | {"weight_map": dict.fromkeys(index["weight_map"], name)}))
         refused(folder, f"{folder / INDEX}: expected names of safetensors files in this folder, found '{name}'; correct the index")
+
+
+@pytest.mark.parametrize("name", ["a\0.safetensors", "a\ud800.safetensors", "~/a.safetensors", "~nobody-of-that-name/a.safetensors", "\n"])
+def test_names_that_no_file_in_the_folder_can_have_are_refused(name, tmp_path):
+    folder = folders.in_shards("llama", tmp_path / "folder")
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"weight_map": dict.fromkeys(index["weight_map"], name)}))
+    refused(folder, f"{folder / INDEX}: ")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a file", "a folder"])
+def test_weights_that_are_cut_off_while_they_are_read_are_told(whole, tmp_path):
+    """A memory map would end this process by SIGBUS."""
+    folder = folders.copied("gpt2", tmp_path / "folder")
+    if whole:
+        (folder / "config.json").unlink()
+    source = warm_start._source(folder / WHOLE if whole else folder, True, print)
+    content = (folder / WHOLE).read_bytes()
+    tensors = safetensors_file.TensorsFile
+
+    class CutOff(tensors):
+        def read(self, name):
+            os.truncate(folder / WHOLE, 4000)
+            return super().read(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_file, "TensorsFile", CutOff)
+        with pytest.raises(InputError, match=r"model\.safetensors.*: expected .*cut off"):
+            list(source.read({"": list(source.specs)}))
+    (folder / WHOLE).write_bytes(content)
+    assert list(source.read({"": list(source.specs)}))
+
+
+def test_tensors_are_read_as_the_library_reads_them(tmp_path):
+    chance = np.random.default_rng(0)
+    kinds = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"]
+    tensors = {kind: chance.integers(0, 2, (3, 5)).astype(kind) for kind in kinds}
+    tensors |= {
+        "bfloat16": chance.normal(size=(2, 3)).astype(ml_dtypes.bfloat16),
+        "one": np.asarray(3, np.float32),
+        "none": np.zeros((0, 4)),
+    }
+    save_file(tensors, tmp_path / "all.safetensors")
+    with safetensors_file.tensors_file(tmp_path / "all.safetensors") as file:
+        assert file.specs.keys() == tensors.keys()
+        for name, expected in tensors.items():
+            assert file.specs[name].shape == expected.shape
+            assert file.read(name).dtype == expected.dtype
+            np.testing.assert_array_equal(file.read(name), expected)
 
 
 def test_a_link_of_a_download_leads_to_the_blobs_beside_it(tmp_path):

@@ -180,6 +180,8 @@ def test_what_is_no_file_keeps_nobody_waiting(run, place):
         make(place / "process-0" / "d" / "more")
         with pytest.raises(Damaged, match=r"process-0/d/more: is no regular file, was not written by jpipe"):
             verify(run, 20)
+        with pytest.raises(Damaged, match=r"process-0/d/more: is no regular file, was not written by jpipe"):
+            layer_specs(run, 20)
         (place / "process-0" / "d" / "more").unlink()
     (place / "process-0.json").unlink()
     os.mkfifo(place / "process-0.json")

@@ -157,7 +157,7 @@ def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "function"), [("pathlib.Path", "is_dir"), ("pathlib.Path", "read_bytes"), ("os", "scandir")], ids=["look", "read", "list"]
+    ("module", "function"), [("pathlib.Path", "is_dir"), ("os", "open"), ("os", "scandir")], ids=["look", "read", "list"]
 )
 def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeypatch):
     def refuse(path, *_):

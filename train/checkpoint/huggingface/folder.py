@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import pydantic
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from jpipe import InputError
 from jpipe.errors import explain, short
-from jpipe.files import shown
-from train.checkpoint.source import FLOATS, Spec
-from train.config.huggingface import CONFIG, load_json
+from jpipe.files import expanded, open_to_read, read_bytes, shown
+from train.checkpoint.safetensors_file import TensorsFile, tensors_file
+from train.checkpoint.source import Spec
+from train.config.huggingface import CONFIG, MOST_BYTES, load_json
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_INDEX = 2**26  # bytes; 100 for each tensor
@@ -50,17 +51,17 @@ class Folder:
         found: dict[str, Any] = {}
         for file in dict.fromkeys(self.tensors[name][0] for name in names):
             with _opened(self.files[file]) as tensors:
-                found |= {name: tensors.get_tensor(name) for name in names if self.tensors[name][0] == file}
+                found |= {name: tensors.read(name) for name in names if self.tensors[name][0] == file}
         return found
 
     def digest(self) -> str:
         """A hash of `config.json`, of the size and the header of each file and of samples of what is in it: the whole may be very large."""
-        total = hashlib.sha256((self.path / CONFIG).read_bytes())
+        total = hashlib.sha256(read_bytes(self.path / CONFIG, MOST_BYTES))
         for name, path in sorted(self.files.items()):
             size = path.stat().st_size
             total.update(f"{name} {size}".encode())
             places = [0] if size <= _SAMPLES * _SAMPLE else [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-            with open(path, "rb") as opened:
+            with open_to_read(path) as opened:
                 for place in places:
                     opened.seek(place)
                     total.update(opened.read(size if len(places) == 1 else _SAMPLE))
@@ -102,13 +103,12 @@ def look_into(path: Path) -> Folder:
     tensors: dict[str, tuple[str, Spec]] = {}
     for name, file in files.items():
         with _opened(file) as opened:
-            for tensor in opened.offset_keys():
+            for tensor, spec in opened.specs.items():
                 if tensor in tensors:
                     raise InputError(
                         f"{shown(path)}: the tensor {short(tensor)} is in {tensors[tensor][0]} and in {name}; remove one of them"
                     )
-                part = opened.get_slice(tensor)
-                tensors[tensor] = name, Spec(tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype()))
+                tensors[tensor] = name, spec
     return Folder(path, files, tensors)
 
 
@@ -134,6 +134,7 @@ def _in_index(path: Path) -> list[str]:
     except pydantic.ValidationError as error:
         raise explain(error, _Index, shown(file)) from None
     for name in names:
+        expanded(name, shown(file))
         if name.endswith(_PICKLES):
             raise InputError(f"{shown(file)}: found {short(name)}; {_PICKLE_HINT}")
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -163,9 +164,9 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[TensorsFile]:
     try:
-        with safe_open(path, "np") as file:
+        with tensors_file(path) as file:
             yield file
     except (OSError, SafetensorError) as error:
         said = str(error)
@@ -177,7 +178,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _refuse(path: Path, said: str) -> NoReturn:
     """Say what is wrong with a file that the safetensors library refuses."""
     where, hint = shown(path), "download it again"
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_to_read(path) as file:
         start, size = file.read(8), path.stat().st_size
         if start == b"version ":
             raise InputError(f"{where}: expected a safetensors file, found a pointer of Git LFS; fetch the file itself, with git lfs pull")

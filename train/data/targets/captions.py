@@ -1,9 +1,7 @@
 """Videos as the features of their frames, with captions, for S2VT."""
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +11,9 @@ from jpipe import InputError
 from jpipe.files import expanded
 from train.config.targets.sequence_config import CaptionsData
 from train.console.terminal import count
+from train.data import sources
 from train.data.data import Data
+from train.data.files import npz_file
 from train.data.targets.sentences import FOLDER, Words, data_of, in_order, lines_of, shifted, shown, usable
 
 ARRAY = "features"
@@ -50,14 +50,12 @@ def features_of(file: Path, sizes: CaptionsData) -> Float32[np.ndarray, "n f"]:
     """The features of so many frames of a video: of a longer one evenly spaced ones, of a shorter one all, and then zeros.
 
     Raises:
-        InputError: the file is missing, truncated, or holds something else.
+        InputError: the file is missing, damaged, or holds something else.
+        OSError: it cannot be read.
     """
     _check_file(file, sizes)
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            there = arrays[ARRAY].astype(np.float32)
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise _broken(file, str(error)) from None
+    with np.errstate(over="ignore"):  # what is too large for float32 is not finite
+        there = npz_file.read(file, ARRAY, FOLDER, _MOST_BYTES).astype(np.float32)
     if not np.isfinite(there).all():
         raise InputError(f"{FOLDER}: '{file}': expected finite features, found others; make it again")
     found = np.zeros((sizes.frames, sizes.features), np.float32)
@@ -90,8 +88,10 @@ def load(arguments: CaptionsData, seed: int, batch_size: int) -> Data:
         parts[part] = Captions(files, [vocabulary.numbers(words[part][i]) for i in kept], vocabulary.end, arguments)
         remarks.append(remark)
     files = sorted({file for part in parts.values() for file in part.files})
-    for file in files:
-        _check_file(file, arguments)
+    with sources.readable(FOLDER):
+        for file in files:
+            _check_file(file, arguments)
+        file_sizes = np.asarray([file.stat().st_size for file in files])
     if unknown := vocabulary.unknown(words["validation"]):
         remarks.append(f"{count(unknown, 'word')} of the captions for validation not known")
     tokens = jax.ShapeDtypeStruct((arguments.words,), np.dtype(np.int32))
@@ -99,7 +99,7 @@ def load(arguments: CaptionsData, seed: int, batch_size: int) -> Data:
     spec = {"features": of_features, "tokens": tokens}, tokens
     train, validation = parts["train"], parts["validation"]
     amount = f"{len(train):,} captions for training, {len(validation):,} for validation, of {len(files):,} videos"
-    arrays = [*train.captions, *validation.captions, np.asarray([file.stat().st_size for file in files])]
+    arrays = [*train.captions, *validation.captions, file_sizes]
     ordered = in_order(train, seed, epochs=True), in_order(validation, 0, epochs=False)
     return data_of(ordered, spec, batch_size, shown(arguments.folder), amount, arrays, len(vocabulary.words), remarks)
 
@@ -120,18 +120,11 @@ def _check_file(file: Path, sizes: CaptionsData) -> None:
 
     Raises:
         InputError: that.
+        OSError: it cannot be read.
     """
-    if not file.is_file():
+    if not file.exists():
         raise InputError(f"{FOLDER}: there is no file '{file}', which a caption names; add it, or remove its captions")
-    try:
-        with zipfile.ZipFile(file) as archive, archive.open(f"{ARRAY}.npy") as opened:
-            header: Any = np.lib.format.read_magic(opened)
-            read = np.lib.format.read_array_header_1_0 if header == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(opened)
-    except KeyError:
-        raise InputError(f"{FOLDER}: '{file}': expected an array '{ARRAY}', found none; write it with numpy.savez(…, {ARRAY}=…)") from None
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise _broken(file, str(error)) from None
+    shape, dtype = npz_file.header(file, ARRAY, FOLDER)
     if len(shape) != 2 or shape[1] != sizes.features or not 1 <= shape[0] <= _MOST_FRAMES or dtype.kind != "f":
         raise InputError(
             f"{FOLDER}: '{file}': expected float features of 1 to {_MOST_FRAMES:,} frames, {sizes.features} each "
@@ -139,8 +132,3 @@ def _check_file(file: Path, sizes: CaptionsData) -> None:
         )
     if shape[0] * shape[1] * dtype.itemsize > _MOST_BYTES:
         raise InputError(f"{FOLDER}: '{file}': expected at most {_MOST_BYTES / 2**30:g} GiB of features, found more; take fewer frames")
-
-
-def _broken(file: Path, said: str) -> InputError:
-    reason = said.strip().splitlines()[0] if said.strip() else "it ends too early"
-    return InputError(f"{FOLDER}: cannot read '{file}': {reason}; is it truncated? make it again with numpy.savez")

@@ -5,11 +5,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from jpipe import InputError
+from jpipe.files import open_to_read
 from train.config.targets.vision_config import ImagesData
 from train.console import interrupt
 from train.console.terminal import count
@@ -57,7 +59,8 @@ class Images:
         found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         with sources.readable(FOLDER):
             for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
-                found.update(self.file(number).read_bytes())
+                with open_to_read(self.file(number)) as file:
+                    found.update(hashlib.file_digest(file, "sha256").digest())
         return found.hexdigest()
 
 
@@ -88,9 +91,10 @@ def read(arguments: ImagesData) -> Split:
     Raises:
         InputError: a folder is missing, holds no or one class, or a class without an image; a class is only in the folder for validation.
     """
-    found, remarks = find(arguments.folder, FOLDER)
+    skip = arguments.skip_broken
+    found, remarks = find(arguments.folder, FOLDER, skip=skip)
     if arguments.validation_folder is not None:
-        held_out, more = find(arguments.validation_folder, "data.arguments.validation_folder", found.classes)
+        held_out, more = find(arguments.validation_folder, "data.arguments.validation_folder", found.classes, skip=skip)
         parts, remarks = [found, held_out], [*remarks, *more]
     else:
         names = sources.validation_names(found.names, arguments.validation_fraction)
@@ -102,13 +106,14 @@ def read(arguments: ImagesData) -> Split:
     return Split(parts[0], parts[1], f"'{arguments.folder}'", tuple(remarks))
 
 
-def find(path: str, where: str, classes: tuple[str, ...] | None = None) -> tuple[Images, list[str]]:
+def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip: bool = False) -> tuple[Images, list[str]]:
     """The images of a folder, and lines that say what was left out.
 
     Args:
         path: the folder.
         where: the key that names it, for messages.
         classes: those that may be there; None: the folders that are there, in alphabetical order, at least two.
+        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
 
     Raises:
         InputError: there is no such folder, or something is missing in it.
@@ -124,16 +129,25 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None) -> tuple
         names: list[str] = []
         labels: list[int] = []
         others: list[str] = []
+        special: list[str] = []
         for name in there:
-            own, other = _files(root, name)
-            if not own:
+            own = _files(root, name)
+            if own.special and not skip:
+                raise InputError(
+                    f"{where}: expected a file, found something else as '{root / own.special[0]}', such as a FIFO or a link that leads "
+                    "nowhere; remove it, or leave out such images with data.arguments.skip_broken: true"
+                )
+            if not own.images:
                 raise InputError(f"{where}: expected an image in each class, found none in '{root / name}'; fill the folder, or remove it")
-            names += own
-            others += other
-            labels += [(classes or there).index(name)] * len(own)
+            names += own.images
+            others += own.others
+            special += own.special
+            labels += [(classes or there).index(name)] * len(own.images)
     remarks = []
     if others:
         remarks = [f"{count(len(others), 'file')} left out whose name is not that of an image, the first is '{root / others[0]}'"]
+    if special:
+        remarks.append(f"{count(len(special), 'image')} left out that is no regular file, the first is '{root / special[0]}'")
     return Images(root, tuple(names), np.asarray(labels, np.int32), classes or there), remarks
 
 
@@ -150,15 +164,27 @@ def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple
         )
 
 
-def _files(root: Path, name: str) -> tuple[list[str], list[str]]:
-    """The files of a class, below `root`: its images, and others. Hidden ones are left out."""
-    found: tuple[list[str], list[str]] = [], []
-    for folder, subfolders, files in os.walk(root / name):
+class _Found(NamedTuple):
+    """The files of a class, below the folder: images, files with other names, and what has the name of an image and is no regular file."""
+
+    images: list[str]
+    others: list[str]
+    special: list[str]
+
+
+def _files(root: Path, name: str) -> _Found:
+    """Find the files of a class. Hidden ones are left out, and so are links to folders."""
+    found = _Found([], [], [])
+    folders = [root / name]
+    while folders:
         interrupt.check()
-        subfolders[:] = sorted(sub for sub in subfolders if not sub.startswith("."))
-        for file in sorted(file for file in files if not file.startswith(".")):
-            path = Path(folder, file)
-            found[path.suffix.lower() not in ENDINGS].append(path.relative_to(root).as_posix())
+        entries = sorted((entry for entry in os.scandir(folders.pop()) if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        for entry in (entry for entry in entries if not entry.is_dir()):
+            path = Path(entry.path)
+            is_image = path.suffix.lower() in ENDINGS
+            place = found.others if not is_image else found.images if entry.is_file() else found.special
+            place.append(path.relative_to(root).as_posix())
+        folders += [Path(entry.path) for entry in reversed(entries) if entry.is_dir(follow_symlinks=False)]
     return found
 
 

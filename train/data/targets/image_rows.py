@@ -17,6 +17,7 @@ from jaxtyping import Float32
 from PIL import Image, UnidentifiedImageError
 
 from jpipe import InputError
+from jpipe.files import open_to_read
 
 MEAN, DEVIATION = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
 """Of the channels red, green and blue of ImageNet, from 0 to 1; batches have the mean 0 and the deviation 1."""
@@ -134,7 +135,7 @@ def _decoded(file: Path) -> Image.Image:
         InputError: the file cannot be read.
     """
     try:
-        with Image.open(file) as image:
+        with open_to_read(file) as opened, Image.open(opened) as image:  # of an open file Pillow makes no memory map
             return image.convert("RGB")
     except Exception as error:  # of many kinds: a decoder raises what it stumbles over
         if isinstance(error, OSError) and error.errno is not None:

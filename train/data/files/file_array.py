@@ -1,0 +1,61 @@
+"""An array of numbers that stays in its file: a part is read when it is sliced.
+
+Files are not mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
+"""
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.files import open_to_read
+
+
+class FileArray:
+    """A one-dimensional array in a file, or in a part of one. It may be read by several threads at once.
+
+    Args:
+        path: the file.
+        dtype: of the numbers.
+        start: the byte at which they begin.
+        size: how many numbers; None: those up to the end of the file.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], start: int = 0, size: int | None = None) -> None:
+        self._path, self.dtype, self._start = path, dtype, start
+        with open_to_read(path) as file:
+            self._number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number)
+        self.size: int = (os.fstat(self._number).st_size - start) // dtype.itemsize if size is None else size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Read these numbers; the step must be 1.
+
+        Raises:
+            InputError: the file ends before them.
+            OSError: the disk fails.
+        """
+        first, last, step = part.indices(self.size)
+        assert step == 1, "only consecutive numbers are read"
+        found = np.empty(max(last - first, 0), self.dtype)
+        self._read_into(memoryview(found).cast("B"), self._start + first * self.dtype.itemsize)
+        return found
+
+    def _read_into(self, content: memoryview, at: int) -> None:
+        end = at + len(content)
+        while content:
+            if not (count := os.preadv(self._number, [content], at)):
+                raise InputError(
+                    f"data: expected at least {end:,} bytes in '{self._path}', found {os.fstat(self._number).st_size:,}: it was cut off "
+                    "while it was read; copy it again"
+                )
+            content, at = content[count:], at + count

@@ -1,0 +1,246 @@
+"""What kind of data a file holds, by its content: what is not text is not to be learned byte by byte unless somebody asks for that."""
+
+import codecs
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from jpipe.files import open_to_read
+
+JSON_LINES = "JSON lines"
+_HEAD = 2**16  # bytes at the beginning of a file that are looked at
+_ROWS = 50  # lines of them that are looked at
+_FEW_ROWS = 3  # a table has at least so many lines, the header included
+_MORE_ROWS = 5  # and a table without a header so many
+
+_LINES = "convert it to JSON lines, such as with pandas"
+_THEN = (
+    ", of which data.format: prompts reads prompts with answers, and jpipe data prepare --format jsonl-text makes token files "
+    "(data.format: tokens) of text"
+)
+_OWN = "read it in a function of your own (data.target: module:function)"
+_PICKLE = "write text, JSON lines or token files"
+_IMAGE = "data.target: images learns from folders of images"
+_MEDIA = "write text about it, or read it in a function of your own (data.target: module:function)"
+
+
+class Kind(NamedTuple):
+    """A kind of data.
+
+    Attributes:
+        name: as in "it is a Parquet file".
+        hint: what to do with it.
+        columns: the keys or the names of columns, for JSON lines and tables.
+    """
+
+    name: str
+    hint: str
+    columns: tuple[str, ...] = ()
+
+
+def kind_of(path: Path) -> Kind | None:
+    """Return what a file holds if that is known not to be text to learn from; None: it may be text.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HEAD)
+        for name, hint, is_it in _SIGNATURES:
+            if is_it(head) if isinstance(is_it, _Starts) else is_it(head, size, file):
+                return Kind(name, hint)
+    text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
+    is_whole = len(head) == size
+    lines = [line.removesuffix("\r") for line in text.split("\n")[: None if is_whole else -1] if line.strip()][:_ROWS]
+    return _json(lines, text, is_whole=is_whole) or _table(lines)
+
+
+class _Starts(NamedTuple):
+    """Whether a file begins with one of these bytes, at this position."""
+
+    beginnings: tuple[bytes, ...]
+    at: int = 0
+
+    def __call__(self, head: bytes) -> bool:
+        return head.startswith(self.beginnings, self.at)
+
+
+def _starts(*beginnings: bytes, at: int = 0) -> _Starts:
+    return _Starts(beginnings, at)
+
+
+def _is_parquet(head: bytes, size: int, file: BinaryIO) -> bool:
+    return head.startswith((b"PAR1", b"PARE")) and (_end(file, size, 4) == head[:4] or not _is_text(head))
+
+
+def _is_orc(head: bytes, *_: object) -> bool:
+    return head.startswith(b"ORC") and not _is_text(head)
+
+
+def _is_safetensors(head: bytes, size: int, _: BinaryIO) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    return head[8:9] == b"{" and 2 <= length <= min(size - 8, 10**8)
+
+
+def _is_bmp(head: bytes, size: int, _: BinaryIO) -> bool:
+    return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") == size
+
+
+def _is_tfrecord(head: bytes, size: int, _: BinaryIO) -> bool:
+    """Whether the length at the beginning is followed by its checksum, which TensorFlow masks."""
+    length = int.from_bytes(head[:8], "little")
+    if not 0 < length <= size - 16:
+        return False
+    found = 0xFFFFFFFF
+    for byte in head[:8]:
+        found ^= byte
+        for _bit in range(8):
+            found = found >> 1 ^ (0x82F63B78 if found & 1 else 0)
+    found ^= 0xFFFFFFFF
+    masked = ((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return int.from_bytes(head[8:12], "little") == masked
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut off
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
+def _end(file: BinaryIO, size: int, count: int) -> bytes:
+    file.seek(max(size - count, 0))
+    return file.read(count)
+
+
+_SIGNATURES: tuple[tuple[str, str, Callable[..., bool]], ...] = (
+    ("a Parquet file", f"{_LINES} (read_parquet and to_json(orient='records', lines=True)){_THEN}", _is_parquet),
+    ("an ORC file", f"{_LINES} (read_orc and to_json(orient='records', lines=True)){_THEN}", _is_orc),
+    (
+        "an Arrow file",
+        f"convert it to JSON lines, such as with datasets (Dataset.from_file and to_json){_THEN}",
+        _starts(b"ARROW1\0\0", b"FEA1\0\0\0\0", b"\xff" * 4),
+    ),
+    ("an Avro file", f"{_LINES}{_THEN}", _starts(b"Obj\x01")),
+    ("a TFRecord file", _OWN, _is_tfrecord),
+    ("an HDF5 file", _OWN, _starts(b"\x89HDF\r\n\x1a\n")),
+    ("an SQLite database", f"{_LINES}{_THEN}", _starts(b"SQLite format 3\0")),
+    ("a NumPy file", _OWN, _starts(b"\x93NUMPY")),
+    ("a safetensors file", "weights to begin with are named by warm_start.file", _is_safetensors),
+    ("a GGUF file", "weights are no data to learn from", _starts(b"GGUF\1\0\0\0", b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")),
+    ("a pickle, which jpipe never loads", _PICKLE, _starts(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")),
+    (
+        "a zip archive (PyTorch's files are such, with a pickle, which jpipe never loads)",
+        "unpack it",
+        _starts(b"PK\x03\x04", b"PK\x05\x06"),
+    ),
+    ("compressed with gzip", "unpack it with gunzip, or tar -xf", _starts(b"\x1f\x8b")),
+    ("compressed with zstd", "unpack it with unzstd, or tar -xf", _starts(b"\x28\xb5\x2f\xfd")),
+    ("compressed with xz", "unpack it with unxz, or tar -xf", _starts(b"\xfd7zXZ\0")),
+    ("compressed with bzip2", "unpack it with bunzip2, or tar -xf", lambda head, *_: re.match(rb"BZh[1-9]1AY&SY", head) is not None),
+    ("compressed with LZ4", "unpack it with unlz4", _starts(b"\x04\x22\x4d\x18")),
+    ("compressed with Snappy", "unpack it", _starts(b"\xff\x06\0\0sNaPpY")),
+    ("a 7z archive", "unpack it", _starts(b"7z\xbc\xaf\x27\x1c")),
+    ("a RAR archive", "unpack it", _starts(b"Rar!\x1a\x07")),
+    ("a tar archive", "unpack it with tar -xf", _starts(b"ustar\0", b"ustar  \0", at=257)),
+    ("a PDF", "convert it to text, such as with pdftotext", _starts(b"%PDF-")),
+    ("an old Office document", "save it as text", _starts(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")),
+    ("an image", _IMAGE, _starts(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"MM\0*")),
+    ("an image", _IMAGE, _is_bmp),
+    ("an image", _IMAGE, lambda head, *_: head.startswith((b"GIF87a", b"GIF89a")) and b"\0" in head),
+    ("an image", _IMAGE, lambda head, *_: head[:4] == b"RIFF" and head[8:12] == b"WEBP"),
+    ("sound or video", _MEDIA, lambda head, *_: head[:4] == b"RIFF" and head[8:12] in (b"WAVE", b"AVI ")),
+    ("sound or video", _MEDIA, _starts(b"OggS\0", b"fLaC\0", b"ID3\x02", b"ID3\x03", b"ID3\x04", b"\x1aE\xdf\xa3")),
+    ("sound or video", _MEDIA, lambda head, *_: head[:3] == b"\0\0\0" and head[4:8] == b"ftyp"),
+    ("a program", "give text", _starts(b"\x7fELF", b"\xca\xfe\xba\xbe", b"\xcf\xfa\xed\xfe", b"MZ\x90\0")),
+    ("in UTF-16 or UTF-32", "convert it with iconv -t UTF-8", _starts(b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")),
+)
+
+
+_OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.){0,200}"\s*:')
+_LIST = re.compile(rf"\s*\[{_OBJECT.pattern}")
+
+
+def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
+    """JSON lines: each line is an object, and there are two, or one that is longer than what is looked at; or a list of objects."""
+    if _LIST.match(text):
+        return Kind("a list of JSON", f"write a line for each object, such as with jq -c '.[]'{_THEN}")
+    if not lines and not is_whole and _OBJECT.match(text):
+        return Kind(JSON_LINES, _THEN.removeprefix(", of which "))
+    if len(lines) < 2:
+        return None
+    keys: dict[str, None] = {}
+    for line in lines:
+        if not _OBJECT.match(line):  # cheaper than to parse, and few texts pass it
+            return None
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        keys |= dict.fromkeys(found)
+    return Kind(JSON_LINES, _THEN.removeprefix(", of which "), tuple(keys))
+
+
+_DELIMITERS = {"\t": "a table with tabs between columns (TSV)", ",": "a table (CSV)", ";": "a table with semicolons between columns (CSV)"}
+_NAME = re.compile(r"#?[^\W\d].{0,49}")
+_ENDS_OF_SENTENCES = (".", "!", "?", ":", "…")
+_TO_LINES = f"{_LINES} (read_csv and to_json(orient='records', lines=True)){_THEN}"
+
+
+def _table(lines: Sequence[str]) -> Kind | None:
+    """A table as text: all its rows have as many columns as its header, whose names look like names, or all its cells are numbers.
+
+    Prose with commas is none: it has spaces behind them, and not as many in each line.
+    """
+    for delimiter, name in _DELIMITERS.items():
+        if not lines or delimiter not in lines[0]:
+            continue
+        rows = _cells(lines, delimiter)
+        if len(rows) < _FEW_ROWS or len(rows[0]) < 2 or any(len(row) != len(rows[0]) for row in rows):
+            continue
+        if all(_is_number(cell) for row in rows for cell in row):
+            return Kind(name, _TO_LINES)
+        if _is_header(rows[0], rows[1:]):
+            return Kind(name, _TO_LINES, tuple(cell.strip() for cell in rows[0]))
+        if delimiter == "\t" and len(rows) >= _MORE_ROWS and all(row[0].strip() for row in rows):
+            return Kind(name, _TO_LINES)
+    return None
+
+
+def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
+    """The cells of each row; the last row is left out if it may go on behind these lines."""
+    try:
+        rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
+    except csv.Error:  # a quoted cell goes on in the next line, or these are no quotes of a table
+        try:
+            rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter))[:-1]
+        except csv.Error:
+            return []
+    return rows
+
+
+def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether these cells are the names of columns. A year may be one, and so may nothing, where pandas writes the numbers of rows."""
+    names = [cell.strip() for cell in header]
+    usual = [bool(_NAME.fullmatch(name)) and not name.endswith(_ENDS_OF_SENTENCES) and len(name.split()) <= 5 for name in names]
+    others = [name for name, is_usual in zip(names, usual, strict=True) if not is_usual]
+    spaced = any(cell[:1].isspace() for cell in header[1:])
+    if len(set(names)) < len(names) or not any(usual) or (spaced and others):
+        return False
+    if not all(_is_number(name) or (name == "" == names[0]) for name in others):
+        return False
+    return not (others or spaced) or any(all(map(_is_number, column)) for column in zip(*rows, strict=True))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
