@@ -56,20 +56,26 @@ def train(
     return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit, from_checkpoint)
 
 
+LAUNCHED = "-- train CONFIG [--KEY …] | -- evaluate RUN [--KEY …]"
+"""Long enough for the usage line to abbreviate the options of launch, which then stand before it, in the order in which one types them."""
+
+
 @app.command
 def launch(
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train CONFIG …", help_behavior_hint="(required)")],
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar=LAUNCHED, help_behavior_hint="(required)")],
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")],
     pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
 ) -> int:
-    """Start several processes of `jpipe train` or `jpipe evaluate` on this machine; when one fails, or on Ctrl-C, all of them end.
+    """Start several processes on this machine, such as `jpipe launch -n 4 -- train configs/gpt-bytes.yaml`.
+
+    When one process fails, or on Ctrl-C, all of them end.
 
     Args:
         command: The command of every process; the coordinator, the count and the number of the process are added to it.
         num_processes: How many processes.
-        pin: Give each process a CPU core of its own, as far as there are as many. For measurements.
-        max_restarts: When one fails, start all again, so often; they go on from the newest checkpoint of their run folder.
+        pin: Give each process a CPU core of its own, as far as there are enough. For measurements.
+        max_restarts: How often to start all again when one fails; they go on from the newest checkpoint of their run folder.
     """
     from train.launch import launch as launcher
 

@@ -26,9 +26,11 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "figure-14": lambda _: pipedream.figure_14(),
     "figure-16": lambda _: pipedream.figure_16(),
     "figure-18": lambda _: pipedream.figure_18(),
+    "2bw-choice": lambda _: two_bw.choice(),
     "2bw-figure-6": lambda _: two_bw.figure_6(),
     "2bw-figure-7": lambda _: two_bw.figure_7(),
     "2bw-figure-8": lambda _: two_bw.figure_8(),
+    "2bw-figure-9": lambda _: two_bw.figure_9(),
 }
 
 

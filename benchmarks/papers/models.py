@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,9 @@ import optax
 from rich.console import Console
 
 import jpipe
-from benchmarks.planner.paper_2bw import with_blocks
 from planner.machine.topology import Level, Topology
 from planner.profile.analyze import analyze
-from planner.profile.profile import Profile
+from planner.profile.profile import LayerProfile, Profile
 from train.config import config_file
 from train.config.config import ModelConfig
 from train.config.presets import PRESETS
@@ -97,8 +97,13 @@ def servers(cluster: str, count: int, bandwidth_inside: float | None = None) -> 
 
 
 @functools.cache
-def pipedream_profile(name: str) -> Profile:
-    """A model of `PIPEDREAM` at the paper's microbatch size, for the device of Cluster-A."""
+def pipedream_profile(name: str, rows: int = 0) -> Profile:
+    """Profile a model of `PIPEDREAM` for the device of Cluster-A.
+
+    Args:
+        name: of the model.
+        rows: of a microbatch; 0: as many as in the paper.
+    """
     paper = PIPEDREAM[name]
     console = Console(file=io.StringIO(), width=200)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -108,7 +113,7 @@ def pipedream_profile(name: str) -> Profile:
             make.SAMPLES[paper.sample](sample, 0)
         parts = Parts.of(config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", paper.overrides), Reporter(1, 1, "rows", console))
 
-        def rows(count: int) -> Any:
+        def batch(count: int) -> Any:
             inputs, labels = parts.rows(count)
             if paper.sample == "captions":
                 frames = inputs["features"]
@@ -116,27 +121,58 @@ def pipedream_profile(name: str) -> Profile:
             return inputs, labels
 
         device = topology("cluster-a").device
-        model = parts.stack, rows, parts.loss, parts.rule
-        return analyze(*model, (paper.rows,), device, policies=("none",), precision=parts.precision)
+        model = parts.stack, batch, parts.loss, parts.rule
+        return analyze(*model, (rows or paper.rows,), device, policies=("none",), precision=parts.precision)
 
 
 @functools.cache
 def transformer_profile(name: str, sizes: tuple[int, ...], policies: tuple[str, ...]) -> Profile:
-    """A model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers; embedding and head share no weights.
+    """Profile a model of `TRANSFORMERS` in mixed precision, for the GPU of 2BW's servers; embedding and head share no weights.
 
-    Blocks are equal, so a model of two blocks is profiled, and as many are put in their place.
+    Blocks are equal, so two of them are profiled and repeated.
     """
-    keys = {**PRESETS[TRANSFORMERS[name]["preset"]], **TRANSFORMERS[name]}
-    del keys["preset"]
+    return with_blocks(two_blocks(name, sizes, policies), _keys(name)["depth"])
+
+
+@functools.cache
+def two_blocks(name: str, sizes: tuple[int, ...], policies: tuple[str, ...]) -> Profile:
+    """Profile a model of `TRANSFORMERS` with two blocks."""
+    keys = _keys(name)
     keys["tied"] = keys.get("kind") == "bert"  # which is always tied; `with_blocks` leaves it out
     config = ModelConfig(**{**keys, "depth": 2})
 
-    def rows(count: int) -> Any:
+    def batch(count: int) -> Any:
         tokens = jax.ShapeDtypeStruct((count, config.seq_len), np.int32)
         labels = {"tokens": tokens, "next": jax.ShapeDtypeStruct((count,), np.int32)} if config.kind == "bert" else tokens
         return tokens, labels
 
-    model = layers.layers(config), rows, cross_entropy.loss, optax.adam(1e-4)
+    model = layers.layers(config), batch, cross_entropy.loss, optax.adam(1e-4)
     device = topology("v100-16gb-8").device
-    two = analyze(*model, sizes, device, policies=policies, precision=jpipe.Precision(params="bfloat16"))
-    return with_blocks(two, keys["depth"])
+    return analyze(*model, sizes, device, policies=policies, precision=jpipe.Precision(params="bfloat16"))
+
+
+def _keys(name: str) -> dict[str, Any]:
+    keys = {**PRESETS[TRANSFORMERS[name]["preset"]], **TRANSFORMERS[name]}
+    del keys["preset"]
+    return keys
+
+
+def with_blocks(profile: Profile, count: int, sizes: Sequence[int] = ()) -> Profile:
+    """Repeat the blocks of a profile; equal layers need no profile of their own.
+
+    Args:
+        profile: of an embedding, at least two blocks and a head.
+        count: the blocks.
+        sizes: the microbatch sizes to keep, by default all.
+    """
+    kept = [n for n, rows in enumerate(profile.sizes) if rows in (sizes or profile.sizes)]
+
+    def layer(n: int, name: str) -> LayerProfile:
+        one = profile.layers[n]
+        return one.model_copy(update={"id": name, "at": tuple(one.at[k] for k in kept)})
+
+    before_head = count - 1  # the block whose output the head takes
+    blocks = [layer(-2 if n == before_head else 1, f"block_{n}") for n in range(count)]
+    parts = {name: tuple(getattr(profile, name)[k] for k in kept) for name in ("sizes", "inputs", "labels")}
+    all_layers = (layer(0, profile.ids[0]), *blocks, layer(-1, profile.ids[-1]))
+    return Profile(source=profile.source, device=profile.device, layers=all_layers, **parts)

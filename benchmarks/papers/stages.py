@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jpipe
 from planner.cost.price import all_reduce_seconds, cut_seconds
@@ -35,10 +36,16 @@ def rate(device: Device, dtype: str = "float32") -> float:
     return device.flops[dtype] * device.efficiency
 
 
-def problem_of(profile: Profile, topology: Topology) -> Problem:
-    """The search at the only microbatch size, with the paper's updates and without a limit of memory."""
+def problem_of(profile: Profile, topology: Topology, microbatches: int | Literal["replicas"] = "replicas") -> Problem:
+    """Return the search at the only microbatch size, without a limit of memory.
+
+    Args:
+        profile: with one microbatch size.
+        topology: the devices.
+        microbatches: between two updates of all stages; "replicas": each stage updates after one of each of its replicas, as in the paper.
+    """
     costs: list[jpipe.programs.LayerCost] = list(profile.costs(profile.sizes[0]).values())
-    return Problem(costs, topology, inputs=profile.inputs[0], labels=profile.labels[0])
+    return Problem(costs, topology, microbatches, inputs=profile.inputs[0], labels=profile.labels[0])
 
 
 Seconds = Callable[[Problem, Placed], float]

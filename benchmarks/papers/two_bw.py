@@ -1,53 +1,173 @@
-"""PipeDream-2BW (ICML 2021): figures 6, 7 and 8, from the GPTs and BERTs of the paper's sizes."""
+"""PipeDream-2BW (ICML 2021): its planner's choice and figures 6 to 9, from the GPTs and BERTs of the paper's sizes.
 
-from typing import Any
+An analytic profile has the same time per row for every number of rows. GPUs are faster with more rows, which is why the paper recomputes:
+to fit larger microbatches. It does not say how much faster, so there are two choices: one without this effect, and one with `HALF_ROWS`,
+where b rows take as long as b + `HALF_ROWS` would at the full rate.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks.papers.document import Table
-from benchmarks.papers.models import topology, transformer_profile
-from benchmarks.planner.paper_2bw import SCHEDULES, recomputing, speed_ups
+from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
+from planner.cost.simulated import Simulated, simulated
+from planner.machine.topology import Topology
 from planner.profile.profile import Profile
+from planner.search.candidate import Candidate
+from planner.search.parallel import sweep
 
+SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
+POLICIES = ("none", "full")
+"""Recomputation; those of the paper."""
 SIZES = (1, 4, 8)
 """Rows of a microbatch."""
-POLICIES = ("none", "full")
-FIGURE_6 = {
+MORE_SIZES = (1, 2, 4, 8, 16, 32)
+"""Those that the planner chooses from."""
+HALF_ROWS = 0.5
+PAPER = {
     "GPT, 2.2B": ("v100-16gb-8", 8, (64, 512)),
     "GPT, 3.8B": ("v100-16gb-64", 16, (512, 2048)),
     "BERT, 2.2B": ("v100-16gb-8", 8, (64, 512)),
     "BERT, 3.8B": ("v100-16gb-64", 16, (512, 2048)),
 }
-"""The topology, the paper's depth, and a small and a large batch."""
-RATIOS = (("pipedream_flush", "up to 1.6, 1.15"), ("gpipe", "up to 3.2"), ("naive", "up to 6.1 (GPT, 2.2B)"))
-"""By what 2BW is divided, and the paper's ratio."""
+"""The topology, the paper's depth, and a small and a large batch: one and several rounds of microbatches."""
+RATIOS = (
+    ("pipedream_2bw", "pipedream_flush", "2BW ÷ Flush", "up to 1.6, 1.15"),
+    ("pipedream_2bw", "gpipe", "2BW ÷ GPipe", "up to 3.2"),
+    ("pipedream_2bw", "naive", "2BW ÷ naive", "up to 6.1 (GPT, 2.2B)"),
+    ("pipedream_flush", "gpipe", "Flush ÷ GPipe", "2.1, 3"),
+    ("pipedream_flush", "naive", "Flush ÷ naive", "up to 4.1, 5.3 (GPT, 2.2B)"),
+)
+"""Two schedules, and the paper's ratio of their throughputs, for a small and a large batch, from the text of section 5.2."""
 
 
-def _profile(name: str, sizes: tuple[int, ...] = SIZES) -> Profile:
-    return transformer_profile(name, sizes, POLICIES)
+def choice() -> list[Table]:
+    """Plan 2BW for the GPTs: the best plan, and how much slower the best plan of another depth is."""
+    head = ("model", "batch", "few rows", "paper", "d × w", "microbatch size × m", "stages that recompute", "memory", "samples/s")
+    rows = []
+    for name in ("GPT, 2.2B", "GPT, 3.8B"):
+        cluster, depth, batches = PAPER[name]
+        profile = transformer_profile(name, MORE_SIZES, POLICIES)
+        for half, label in ((0.0, "as fast"), (HALF_ROWS, "slower")):
+            for found in best_plans(with_half_rows(profile, half), topology(cluster), batches):
+                own = found.best
+                full = sum(policy == "full" for policy in own.policies)
+                cells = (f"{own.depth} × {own.replicas[0]}", f"{own.rows} × {own.microbatches // own.replicas[0]}", f"{full} of {own.depth}")
+                cells += (_gigabytes(max(own.memory)), f"{own.samples_per_second:.1f}", found.slower)
+                rows.append((name, found.batch, label, f"d = {depth}, recompute", *cells))
+    return [Table("2bw choice", (*head, "next best depth"), rows)]
+
+
+class Chosen(NamedTuple):
+    """The plan for a batch.
+
+    Attributes:
+        batch: rows between two updates.
+        best: the fastest plan that fits.
+        slower: the best plan of another depth, and how much slower it is.
+    """
+
+    batch: int
+    best: Candidate
+    slower: str
+
+
+def best_plans(profile: Profile, where: Topology, batches: Sequence[int]) -> Iterator[Chosen]:
+    """Sweep the plans of 2BW for each batch."""
+    for batch in batches:
+        fitting = [c for c in sweep(profile, where, batch, exact=True, schedules=("pipedream_2bw",)) if c.over is None]
+        best = fitting[0]
+        other = next((c for c in fitting if c.depth != best.depth), None)
+        slower = f"{other.depth}, {1 - other.samples_per_second / best.samples_per_second:.1%} slower" if other else ""
+        yield Chosen(batch, best, slower)
+
+
+def with_half_rows(profile: Profile, half: float) -> Profile:
+    """Return the profile if b rows took as long as b + half.
+
+    Args:
+        profile: with times that are proportional to the rows.
+        half: the number of rows that reach half of the rate.
+    """
+
+    def slower(layer: Any) -> Any:
+        factors = [1 + half / rows for rows in profile.sizes]
+        times = [{"forward": at.forward * by, "backward": at.backward * by} for at, by in zip(layer.at, factors, strict=True)]
+        return layer.model_copy(update={"at": tuple(at.model_copy(update=new) for at, new in zip(layer.at, times, strict=True))})
+
+    return profile.model_copy(update={"layers": tuple(slower(layer) for layer in profile.layers)})
 
 
 def figure_6() -> list[Table]:
-    """2BW beside the other schedules at the paper's depth: all stages recompute, and microbatches are the largest that fit."""
+    """Divide the throughputs of schedules at the paper's depth: all stages recompute, and microbatches are the largest that fit."""
     rows = []
-    for name, (cluster, depth, batches) in FIGURE_6.items():
-        for found in speed_ups(_profile(name), topology(cluster), depth, batches):
-            rates: dict[str, Any] = found["samples_per_second"]
-            ratios = (f"{rates['pipedream_2bw'] / rates[other]:.2f}" for other, _ in RATIOS)
-            rows.append((name, found["batch"], f"{depth} deep, {found['rows']} rows", f"{rates['pipedream_2bw']:.1f}", *ratios))
-    rows.append(("the paper", "", "", "", *(paper for _, paper in RATIOS)))
-    head = ("model", "batch", "plan", "2BW: samples/s", "2BW ÷ Flush", "2BW ÷ GPipe", "2BW ÷ naive")
+    for name, (cluster, depth, batches) in PAPER.items():
+        for batch, size, rates in throughputs(transformer_profile(name, SIZES, POLICIES), topology(cluster), depth, batches):
+            ratios = (f"{rates[one] / rates[other]:.2f}" for one, other, *_ in RATIOS)
+            rows.append((name, batch, f"{depth} deep, {size} rows", f"{rates['pipedream_2bw']:.1f}", *ratios))
+    rows.append(("the paper", "", "", "", *(paper for *_, paper in RATIOS)))
+    head = ("model", "batch", "plan", "2BW: samples/s", *(name for _, _, name, _ in RATIOS))
     return [Table("figure 6", head, rows)]
 
 
+def throughputs(profile: Profile, where: Topology, depth: int, batches: Sequence[int]) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Simulate each schedule under the conditions of figure 6.
+
+    All stages recompute in full, and microbatches are the largest with which 2BW fits and has as many of them as stages.
+
+    Yields:
+        (batch, rows of a microbatch, samples per second by schedule)
+    """
+    for batch in batches:
+        width = where.num_devices // depth
+        for rows in reversed([rows for rows in profile.sizes if rows * width * depth <= batch]):
+            found = {name: same_policy(profile, where, name, depth, rows, batch) for name in SCHEDULES}
+            if max(found["pipedream_2bw"].peak_bytes) <= (where.device.memory or float("inf")):
+                yield batch, rows, {name: batch / one.batch_seconds for name, one in found.items()}
+                break
+
+
+def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, rows: int, batch: int, policy: str = "full") -> Simulated:
+    """Simulate the plan with `depth` stages and one recomputation policy for all of them, even if it does not fit.
+
+    Args:
+        profile: of the model.
+        where: the topology, all of whose devices are used.
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        depth: the stages.
+        rows: of a microbatch.
+        batch: rows between two updates.
+        policy: of all stages.
+    """
+    plans = sweep(profile, where, batch, exact=True, schedules=(schedule,))
+    plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
+    plan = dataclasses.replace(plan, policies=(policy,) * depth)
+    found = simulated(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
+    assert found is not None, "too long to simulate"
+    return found
+
+
+FIGURE_7 = (("none", 64, 1), ("none", 64, 4), ("none", 64, 8), ("full", 64, 1), ("full", 64, 4), ("full", 64, 8), ("full", 256, 4))
+"""Recomputation, batch and rows of a microbatch."""
+
+
 def figure_7() -> list[Table]:
-    """Peak memory of a GPU with the GPT of 2.2B in 8 stages, which recompute."""
-    where, profile = topology("v100-16gb-8"), _profile("GPT, 2.2B")
-    columns = (*SCHEDULES, "pipedream")
+    """Simulate the peak memory of a GPU with the GPT of 2.2B in 8 stages."""
+    where, profile = topology("v100-16gb-8"), transformer_profile("GPT, 2.2B", SIZES, POLICIES)
+    limit = where.device.memory or float("inf")
     rows = []
-    for batch, size in ((64, 1), (64, 4), (64, 8), (256, 4)):
-        batches = [batch] * len(SCHEDULES) + [size]  # PipeDream updates after each microbatch
-        found = (recomputing(profile, where, name, 8, size, own) for name, own in zip(columns, batches, strict=True))
-        rows.append((batch, size, *(f"{max(one.peak_bytes) / 1e9:.1f} GB" for one in found)))
-    return [Table("figure 7", ("batch", "rows of a microbatch", *columns), rows)]
+    for policy, batch, size in FIGURE_7:
+        found = peaks(profile, where, 8, size, batch, policy).values()
+        cells = (f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}" for peak in found)
+        rows.append((policy, batch, size, *cells))
+    return [Table("figure 7", ("recompute", "batch", "rows of a microbatch", *SCHEDULES, "pipedream"), rows)]
+
+
+def peaks(profile: Profile, where: Topology, depth: int, rows: int, batch: int, policy: str) -> dict[str, float]:
+    """Return the peak bytes of the fullest device by schedule; PipeDream updates after each microbatch."""
+    batches = {**dict.fromkeys(SCHEDULES, batch), "pipedream": rows}
+    return {name: max(same_policy(profile, where, name, depth, rows, own, policy).peak_bytes) for name, own in batches.items()}
 
 
 FIGURE_8 = ((4, 1), (4, 8), (8, 8), (8, 32))
@@ -55,8 +175,8 @@ FIGURE_8 = ((4, 1), (4, 8), (8, 8), (8, 32))
 
 
 def figure_8() -> list[Table]:
-    """The GPT of 1.3B on 64 GPUs: throughput of 2BW by depth, microbatch and batch; stages recompute."""
-    where, profile = topology("v100-16gb-64"), _profile("GPT, 1.3B", (1, 8, 32))
+    """Simulate 2BW for the GPT of 1.3B on 64 GPUs by depth, microbatch and batch; stages recompute."""
+    where, profile = topology("v100-16gb-64"), transformer_profile("GPT, 1.3B", (1, 8, 32), POLICIES)
     limit = where.device.memory or float("inf")
     rows = []
     for depth, size in FIGURE_8:
@@ -65,8 +185,51 @@ def figure_8() -> list[Table]:
             if batch < size * where.num_devices:  # fewer microbatches than stages
                 cells.append("")
                 continue
-            found = recomputing(profile, where, "pipedream_2bw", depth, size, batch)
+            found = same_policy(profile, where, "pipedream_2bw", depth, size, batch)
             peak = max(peak, *found.peak_bytes)
             cells.append(f"{batch / found.batch_seconds:.0f}")
-        rows.append((depth, size, *cells, f"{peak / 1e9:.1f} GB{'' if peak <= limit else ', too much'}"))
+        rows.append((depth, size, *cells, f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}"))
     return [Table("figure 8", ("d", "b", "batch 512", "batch 1,024", "batch 2,048", "memory"), rows)]
+
+
+FIGURE_9 = (1, 8)
+"""Rows of a microbatch: the paper does not say how many, so one and those of figure 6."""
+
+
+def figure_9() -> list[Table]:
+    """Find the largest GPT of the width of 3.8B that 2BW trains on 64 GPUs, by depth."""
+    where = topology("v100-16gb-64")
+    found = {rows: largest_models(two_blocks("GPT, 3.8B", FIGURE_9, POLICIES), where, rows) for rows in FIGURE_9}
+    head = ("d", *(f"microbatches of {rows} row{'s' if rows > 1 else ''}" for rows in FIGURE_9))
+    cells = [(depth, *(f"{found[rows][depth] / 1e9:.1f}B" for rows in FIGURE_9)) for depth in found[FIGURE_9[0]]]
+    return [Table("figure 9", head, cells)]
+
+
+def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, float]:
+    """Find the most parameters with which 2BW fits, by depth, with as many microbatches as stages and recomputation as needed.
+
+    Args:
+        profile: with two blocks, repeated as often as they fit.
+        where: the topology.
+        rows: of a microbatch.
+    """
+    depth, batch, found = 1, rows * where.num_devices, dict[int, float]()
+    while depth <= where.num_devices:
+        fits, fails = 0, 1024
+        while fails - fits > 1:
+            blocks = (fits + fails) // 2
+            plans = sweep(with_blocks(profile, blocks, (rows,)), where, batch, exact=True, schedules=("pipedream_2bw",))
+            enough = any(c.over is None and c.depth == depth for c in plans)
+            fits, fails = (blocks, fails) if enough else (fits, blocks)
+        found[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0
+        depth *= 2
+    return found
+
+
+def parameters(profile: Profile) -> float:
+    """Count them; each takes two bytes."""
+    return sum(layer.weights for layer in profile.layers) / 2
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

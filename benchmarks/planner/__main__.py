@@ -1,7 +1,7 @@
-"""`python -m benchmarks.planner [speed] [choice] [papers] [2bw] [here] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
-`speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `papers` and `2bw` compare the searches
-with the papers' experiments without their GPUs, `here` trains on this machine and compares measurements with predictions.
+`speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `here` trains on this machine and compares
+measurements with predictions. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -11,13 +11,11 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, paper_2bw, paper_pipedream, speed
+from benchmarks.planner import choice, here, speed
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
     "choice": choice.main,
-    "papers": lambda _: paper_pipedream.main(),
-    "2bw": lambda _: paper_2bw.main(),
     "here": lambda _: here.main(),
 }
 

@@ -2,19 +2,15 @@
 
 from pathlib import Path
 
-import optax
-
-from benchmarks.planner import paper_2bw
-from benchmarks.planner.models import gnmt, gpt, mixed_precision_adam, resnet50, vgg16
+from benchmarks.papers import models, two_bw
 from planner.machine.topology import Topology
-from planner.profile.analyze import analyze
 from planner.profile.profile import Profile
 
 FOLDER = Path(__file__).parent / "paper_profiles"
 
 
 def read(name):
-    """One of `vgg16`, `resnet50`, `gnmt8` at the paper's microbatch, or `gpt`, 2.2B wide with two blocks at 1 and 8 rows."""
+    """Return `vgg16`, `resnet50` or `gnmt8` at the paper's microbatch, or `bert`, two blocks of 2.2B at 1 and 8 rows."""
     return Profile.from_json((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -25,12 +21,11 @@ def topology(name):
 
 def main():
     """Profile and write."""
-    pcie, nvlink, momentum = topology("cluster-a").device, topology("v100-16gb-8").device, optax.sgd(0.1, momentum=0.9)
     profiles = {
-        "vgg16": analyze(*vgg16(), momentum, (64,), pcie, policies=()),
-        "resnet50": analyze(*resnet50(), momentum, (128,), pcie, policies=()),
-        "gnmt8": analyze(*gnmt(8), optax.adam(1e-3), (64,), pcie, policies=()),
-        "gpt": analyze(*gpt(2, 1920, 20), mixed_precision_adam(), (1, 8), nvlink, policies=paper_2bw.POLICIES),
+        "vgg16": models.pipedream_profile("VGG-16"),
+        "resnet50": models.pipedream_profile("ResNet-50"),
+        "gnmt8": models.pipedream_profile("GNMT-8"),
+        "bert": models.two_blocks("BERT, 2.2B", (1, 8), two_bw.POLICIES),
     }
     FOLDER.mkdir(exist_ok=True)
     for name, profile in profiles.items():

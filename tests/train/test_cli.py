@@ -278,6 +278,13 @@ def test_help_names_the_commands(capsys):
     assert "train" in capsys.readouterr().out
 
 
+def test_the_usage_of_launch_has_the_order_in_which_one_types(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--help"])
+    usage = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+    assert usage.index("OPTIONS]") < usage.index("-- train CONFIG")
+
+
 def test_the_version_is_told_without_jax():
     program = "import sys; from train import cli; code = cli.main(['--version']); sys.exit(code or 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
