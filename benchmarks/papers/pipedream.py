@@ -57,7 +57,10 @@ def profile_on(model: str, where: Topology, rows: int = 0) -> Profile:
         where: the cluster.
         rows: of a microbatch; 0: as many as in the paper.
     """
-    return stages.scaled(pipedream_profile(model, rows) if rows else pipedream_profile(model), stages.rate(topology("cluster-a").device) / stages.rate(where.device))
+    return stages.scaled(
+        pipedream_profile(model, rows) if rows else pipedream_profile(model),
+        stages.rate(topology("cluster-a").device) / stages.rate(where.device),
+    )
 
 
 def replicas_of(model: str, cluster: str, paper: str) -> tuple[int, ...]:

@@ -53,7 +53,11 @@ def choice() -> list[Table]:
             for found in best_plans(with_half_rows(profile, half), topology(cluster), batches):
                 own = found.best
                 full = sum(policy == "full" for policy in own.policies)
-                cells = (f"{own.depth} × {own.replicas[0]}", f"{own.rows} × {own.microbatches // own.replicas[0]}", f"{full} of {own.depth}")
+                cells = (
+                    f"{own.depth} × {own.replicas[0]}",
+                    f"{own.rows} × {own.microbatches // own.replicas[0]}",
+                    f"{full} of {own.depth}",
+                )
                 cells += (_gigabytes(max(own.memory)), f"{own.samples_per_second:.1f}", found.slower)
                 rows.append((name, found.batch, label, f"d = {depth}, recompute", *cells))
     return [Table("2bw choice", (*head, "next best depth"), rows)]

@@ -14,7 +14,11 @@ from planner.search.partition import evaluate
 from planner.search.pipedream import search
 from tests.planner.paper_profiles import read, topology
 
-FLAT = {"16, 25 Gbit/s": Topology.flat(16, 25e9 / 8), "16, 10 Gbit/s": Topology.flat(16, 10e9 / 8), "4, 25 Gbit/s": Topology.flat(4, 25e9 / 8)}
+FLAT = {
+    "16, 25 Gbit/s": Topology.flat(16, 25e9 / 8),
+    "16, 10 Gbit/s": Topology.flat(16, 10e9 / 8),
+    "4, 25 Gbit/s": Topology.flat(4, 25e9 / 8),
+}
 
 
 def problem_of(name, cluster):
