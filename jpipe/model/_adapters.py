@@ -58,10 +58,11 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
         function = function.func
     if isinstance(function, type):  # a class: flax's metaclass hides the signature of its constructor
         function = getattr(function, "__init__")  # noqa: B009 - read, never called
-    return name in _parameters(function)
+    return name in parameters_of(function)
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a callable by name; none where they cannot be known."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
@@ -79,7 +80,7 @@ def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Par
     Raises:
         InputError: a parameter that looks like one of these and is none that we know.
     """
-    parameters = list(_parameters(call).values())
+    parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
     for parameter in parameters[1:]:
         if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
@@ -139,7 +140,8 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
             ) from error
 
     # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
-    return Layer(init, apply, stochastic=bool(mode(True)), owner=module, axes=axes)
+    draws = bool(mode(True))
+    return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
 
 
 def _axes(params: Tree) -> dict[str, tuple[str | None, ...]]:

@@ -287,9 +287,7 @@ class _Run:
             updates, state = transformation.update(gradients, state, params)
             return updates, state, optax.apply_updates(params, updates)
 
-        init = (
-            transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
-        )
+        init = transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
         self._params, self._state = params, init(params)
         self._update = _prepared(update, params, self._state, params)
 
