@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jpipe._arguments import (
     check_ema_decay,
     check_norm_options,
     check_observer,
+    check_to,
     check_weights,
     checked_metrics,
     given_params,
@@ -402,8 +403,7 @@ class Pipeline:
             array([1., 3., 5.], dtype=float32)
         """
         check_weights(weights, self.ema_decay)
-        if to not in get_args(To):
-            raise InputError(f"to: expected 'all' or 'first', found {to!r}")
+        check_to(to)
         executor = self._running(state)
         specs = [spec for spec, _ in executor.specs]
         is_batch = isinstance(batch, tuple) and len(batch) == 2 and jax.tree.structure(batch[0]) == jax.tree.structure(specs[0])  # type: ignore[operator]

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import jpipe
 from jpipe import InputError, LayerStack, Pipeline, Plan
 from tests.jpipe import models, running
 
@@ -51,7 +52,8 @@ def test_predictions_are_the_outputs_of_the_whole_model(plan):
         without, _ = pipe.step(without, batch)
         found = {rows: pipe.predict(state, x[:rows]) for rows in (len(x), ROWS, 1)}
         for rows, own in found.items():
-            assert jax.tree.map(lambda leaf: leaf.tobytes(), own) == jax.tree.map(lambda leaf: leaf[:rows].tobytes(), found[len(x)])
+            for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(found[len(x)]), strict=True):
+                assert one.tobytes() == other[:rows].tobytes()
     state, without = pipe.drain(state), pipe.drain(without)
     for one, other in zip(jax.tree.leaves(pipe.params(state)), jax.tree.leaves(pipe.params(without)), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), "the run goes on as without predictions"
@@ -111,12 +113,14 @@ def test_what_cannot_be_predicted_is_refused():
     state = pipe.init(jax.random.key(0), (x, x))
     with pytest.raises(InputError, match=r"^predict: expected every output of layer 'out' .* found float32\[\] at \['sum'\]; give each"):
         pipe.predict(state, x)
-    with pytest.raises(InputError, match=r"^predict: expected inputs like the one of init, float32\[2, 3\] for a microbatch; found float32\[4, 2\]"):
+    with pytest.raises(
+        InputError, match=r"^predict: expected inputs like the one of init, float32\[2, 3\] for a microbatch; found float32\[4, 2\]"
+    ):
         pipe.predict(state, x[:, :2])
     with pytest.raises(InputError, match=r"^predict: expected arrays that agree in their first dim"):
         pipe.predict(state, np.float32(1))
-    with pytest.raises(InputError, match=r"^to: expected 'all' or 'first', found 1$"):
-        pipe.predict(state, x, to=1)
+    with pytest.raises(InputError, match=r"^to: expected 'all' or 'first', found 'second'$"):
+        jpipe._arguments.check_to("second")
     with pytest.raises(InputError, match=r"^weights: this pipeline keeps no average"):
         pipe.predict(state, x, weights="ema")
     pipe.step(state, (x, x))
