@@ -13,7 +13,7 @@ from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import Precision
 from jpipe.plan import Plan
-from jpipe.runtime._executor import Weights
+from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._functions import Loss
@@ -108,6 +108,11 @@ def check_weights(weights: Any, ema_decay: float | None) -> None:
         raise InputError(f"weights: expected 'newest' or 'ema', found {weights!r}")
     if weights == "ema" and ema_decay is None:
         raise InputError("weights: this pipeline keeps no average of the weights; give ema_decay to Pipeline, such as 0.999")
+
+
+def check_to(to: Any) -> None:
+    if to not in get_args(To):
+        raise InputError(f"to: expected 'all' or 'first', found {to!r}")
 
 
 def checked_metrics(metrics: Any) -> dict[str, Loss]:

@@ -17,6 +17,7 @@ from jpipe._arguments import (
     check_ema_decay,
     check_norm_options,
     check_observer,
+    check_to,
     check_weights,
     checked_metrics,
     given_params,
@@ -30,7 +31,7 @@ from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
-from jpipe.runtime._executor import Executor, Weights
+from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import Evaluation, Metrics
@@ -40,7 +41,17 @@ from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
 from jpipe.runtime._state import State, WorkerState, check_state
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, bucket_of, check_buckets, count_microbatches, microbatch_spec, rows_of, told
+from jpipe.stages._batch import (
+    Batch,
+    Bucket,
+    bucket_of,
+    bucket_of_inputs,
+    check_buckets,
+    count_microbatches,
+    microbatch_spec,
+    rows_of,
+    told,
+)
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
@@ -377,6 +388,49 @@ class Pipeline:
         count = count_microbatches(batch, rows_of(executor.specs[0]))
         with self._undivided():
             return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
+
+    @overload
+    def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: Literal["all"] = ...) -> Tree: ...
+    @overload
+    def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: To) -> Tree | None: ...
+
+    def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
+        """Return what the last layer gives for each row, in evaluation mode; leaves the state as it is, work in flight included.
+
+        The version of the weights and the layer state are those of `evaluate`. The last microbatch is filled up with copies of the last
+        row, whose outputs are dropped: layers that look at other rows of a microbatch see them. Compiled at the first call.
+
+        Args:
+            state: any state that is not consumed.
+            batch: inputs of any number of rows, or (inputs, labels) as in `step`, of which the labels are not read.
+            weights: as in `evaluate`.
+            to: in a run of several processes, whether "all" of them get the outputs, or only the "first", process 0. The same in all
+                processes.
+
+        Returns:
+            The outputs as NumPy arrays, in the order of the rows and in the structure of the last layer's output; None in processes that
+            do not get them.
+
+        Raises:
+            InputError: a state that was used already, inputs unlike those given to `init`, outputs that do not have one row for each row
+                of the inputs, or weights="ema" without `ema_decay`.
+
+        Example:
+            >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: {"y": x + 1}})
+            >>> plan = Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
+            >>> pipe = Pipeline(stack, plan, lambda y, labels: (((y["y"] - labels) ** 2).sum(), labels.size), optax.sgd(0.1))
+            >>> state = pipe.init(jax.random.key(0), (jnp.ones((4, 1)), jnp.zeros((4, 1))))
+            >>> pipe.predict(state, jnp.arange(3.0).reshape(3, 1))["y"].ravel()
+            array([1., 3., 5.], dtype=float32)
+        """
+        check_weights(weights, self.ema_decay)
+        check_to(to)
+        executor, state, _ = self._running(state)
+        specs = [spec for spec, _ in executor.specs]
+        is_batch = isinstance(batch, tuple) and len(batch) == 2 and jax.tree.structure(batch[0]) == jax.tree.structure(specs[0])  # type: ignore[operator]
+        inputs = batch[0] if is_batch else batch
+        with self._undivided():
+            return executor.predict(state, inputs, bucket_of_inputs(inputs, specs), weights, to)
 
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.

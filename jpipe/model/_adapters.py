@@ -75,17 +75,18 @@ def is_constructor(layer: Any) -> bool:
         return False  # the forward of a module that is built already may take rngs, too
     if isinstance(layer, type):  # flax's metaclass hides the signature of its constructor
         layer = getattr(layer, "__init__")  # noqa: B009 - read, never called
-    return "rngs" in _parameters(layer)
+    return "rngs" in parameters_of(layer)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
     """The parameters other than `rngs` that a call has to give."""
     optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    parameters = _parameters(function).values()
+    parameters = parameters_of(function).values()
     return [p.name for p in parameters if p.name != "rngs" and p.default is inspect.Parameter.empty and p.kind not in optional]
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a callable by name; none where they cannot be known."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
@@ -103,7 +104,7 @@ def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Par
     Raises:
         InputError: a parameter that looks like one of these and is none that we know.
     """
-    parameters = list(_parameters(call).values())
+    parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
     for parameter in parameters[1:]:
         if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
@@ -169,7 +170,8 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
             ) from error
 
     # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
-    return Layer(init, apply, stochastic=bool(mode(True)), owner=module, axes=axes)
+    draws = bool(mode(True))
+    return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
 
 
 def _axes(params: Tree) -> dict[str, tuple[str | None, ...]]:

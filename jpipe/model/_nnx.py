@@ -50,7 +50,8 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
     # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
     mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)
     functions = _Functions(layer_id, constructor, graphs, mode, *specs)
-    return Layer(functions.init, functions.apply, stochastic=bool(jax.tree.leaves(functions.rng_specs)), axes=_axes(specs[0]))
+    draws = bool(jax.tree.leaves(functions.rng_specs))
+    return Layer(functions.init, functions.apply, draws, axes=_axes(specs[0]), draws_in_evaluation=draws)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Functions:
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
         """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
-        base = jax.random.key(0) if key is None else key  # in evaluation nothing is drawn
+        base = jax.random.key(0) if key is None else key  # without a key nothing is to be drawn
         return [
             _keys_like(spec, jax.random.fold_in(base, i))
             if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)

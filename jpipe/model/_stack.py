@@ -116,9 +116,9 @@ class LayerStack:
             params: parameters by layer id, shared ones included.
             state: layer state by layer id.
             x: the input of the first of them, for one microbatch.
-            key: the random key of the run; needed in training if a layer draws random numbers.
-            microbatch: counted from the beginning of the run; dropout depends on it.
-            train: False in evaluation: nothing is drawn, batch statistics are used as they are.
+            key: the random key of the run; needed in training if a layer draws random numbers, and in evaluation if it does so there.
+            microbatch: counted from the beginning of the run, in evaluation from that of the batch; what is drawn depends on it.
+            train: False in evaluation: dropout is off, batch statistics are used as they are.
 
         Returns:
             The output of the last layer, and the new state by layer id.
@@ -129,13 +129,27 @@ class LayerStack:
             drawn = None
             if train and layer.stochastic:
                 assert key is not None
-                drawn = jax.random.fold_in(_fold(jax.random.fold_in(key, 1), layer_id), microbatch)
+            if key is not None and (layer.stochastic if train else layer.draws_in_evaluation):
+                drawn = self.draw_key(key, layer_id, microbatch, train)
             x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
         return x, new_state
 
-    def is_stochastic(self, ids: Sequence[str]) -> bool:
-        """Whether any of the layers `ids` draws random numbers in training."""
-        return any(self.layers[layer_id].stochastic for layer_id in ids)
+    def draw_key(self, key: jax.Array, name: str, microbatch: Any, train: bool, *, of_metric: bool = False) -> jax.Array:
+        """The key that a layer, the loss or a metric draws random numbers with, for one microbatch.
+
+        Args:
+            key: the random key of the run.
+            name: the layer's id, or the metric's name; empty for the loss.
+            microbatch: as in `apply`.
+            train: False in evaluation.
+            of_metric: whether the name is that of a metric.
+        """
+        purpose = 3 if of_metric else 1 if train else 2  # 0 is initialization
+        return jax.random.fold_in(_fold(jax.random.fold_in(key, purpose), name), microbatch)
+
+    def is_stochastic(self, ids: Sequence[str], train: bool = True) -> bool:
+        """Whether any of the layers `ids` draws random numbers, in training or in evaluation."""
+        return any(layer.stochastic if train else layer.draws_in_evaluation for layer in map(self.layers.__getitem__, ids))
 
     def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
         """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
@@ -192,7 +206,8 @@ class LayerStack:
         with callers_code(message):
             params, state = jax.eval_shape(layer.init, key, x)
             traced, (y, new_state) = jax.make_jaxpr(forward, return_shape=True)(params, state, x, key)
-            evaluated, _ = jax.eval_shape(lambda p, s, v: layer.apply(p, s, v, None, False), params, state, x)
+            drawn = key if layer.draws_in_evaluation else None
+            evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _refuse_untrainable(layer_id, params)
         refuse_constants(layer_id, given, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)

@@ -99,15 +99,22 @@ def batches_until_full(plan: Plan) -> int:
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
 
 
-def lower_evaluation(plan: Plan, microbatches: int, batch: int) -> Program:
-    """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches."""
+def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, labels: bool = True) -> Program:
+    """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
+
+    Args:
+        plan: the plan.
+        microbatches: how many.
+        batch: number of batches.
+        labels: whether the last stage loads labels.
+    """
     instructions: list[Instruction] = []
     versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
         for s in range(plan.depth):
             k = diagonal - s
             if 0 <= k < microbatches:
-                instructions += _loads(plan, s, k, plan.depth - 1)
+                instructions += _loads(plan, s, k, plan.depth - 1 if labels else None)
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
                     instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
@@ -560,7 +567,7 @@ def _weights_to_replicas(plan: Plan, batch: int) -> list[Instruction]:
     return [i for w, other in pairs for i in transfer(w, other, last_microbatch(plan, batch), "weights")]
 
 
-def _loads(plan: Plan, s: int, k: int, labels_with: int) -> list[Instruction]:
+def _loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
     """What is loaded before the forward of a microbatch at stage s; the labels with that at stage `labels_with`."""
     loads: list[Instruction] = []
     if s == 0:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.meshes._place import Place
 from jpipe.plan import Plan
@@ -18,17 +19,19 @@ from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
+from jpipe.runtime._outputs import Padded, check_outputs, joined_rows, share_rows
 from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
 from jpipe.runtime._transport import Sent, Transport, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, rows_of, told
-from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics
+from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics, with_outputs
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of
 
 Tree = Any
 Weights = Literal["newest", "ema"]
+To = Literal["all", "first"]
 
 
 class Executor:
@@ -64,7 +67,7 @@ class Executor:
         if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
             processes.agree({"plan": plan.to_json(), "shape of a microbatch": told(self.specs), "model": model_of(functions), **facts})
         self.functions, self._buckets = functions, buckets
-        self._plan, self._steps, self._processes = plan, steps, processes
+        self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
         shares = [shares_of(plan, f) for f in functions]
         arrays = [
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
@@ -90,6 +93,8 @@ class Executor:
             self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
         # The last stage, by bucket, and names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
+        self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
+        self._predictions = 0
         self.fingerprint = fingerprint(plan, places, self.specs, functions)
 
     def connect(self) -> None:
@@ -191,19 +196,49 @@ class Executor:
         host = _on_host(batch)
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
+        found, version = self._forward(state, host, count, bucket, self._evaluating(bucket, metrics), weights)
+        return self._exchange.evaluation(found, version, list(metrics))
+
+    def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
+        """The outputs for any number of rows of a bucket; see `Pipeline.predict`."""
+        last = self._buckets[bucket].functions[-1]
+        outputs = last.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
+        rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
+        check_outputs(outputs, rows_each, last.stage.layers[-1])
+        if bucket not in self._predicting:
+            own = {w: stage for w, stage in self._compiled[bucket].items() if stage.functions.last}
+            self._predicting[bucket] = self._compiled[bucket] | with_outputs(own)
+            if self._processes is not None:
+                self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
+        count = -(-size // rows_each)
+        padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
+        found, _ = self._forward(state, {"inputs": padded}, count, bucket, self._predicting[bucket], weights)
+        parts = {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
+        if self._processes is not None:
+            sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
+            self._predictions += 1
+            name = f"{self._exchange.name}: prediction {self._predictions}"
+            parts = share_rows(self._processes, name, parts, sources, outputs, keep=to == "all" or jax.process_index() == 0)
+            if to == "first" and jax.process_index() != 0:
+                return None
+        return jax.tree.map(lambda spec, *leaves: joined_rows(spec, leaves, size), outputs, *(parts[k] for k in range(count)))
+
+    def _forward(
+        self, state: State, data: dict[str, Tree], count: int, bucket: int, stages: Mapping[int, CompiledStage], weights: Weights
+    ) -> tuple[Found, int]:
+        """Forward `count` microbatches of a bucket through these stages: (what was found, version of the weights, in batches)."""
         state, version = self.settle(state, weights)
         state = self.average(state)
-        program = lower_evaluation(self._plan, count, version)
+        program = lower_evaluation(self._plan, count, version, labels="labels" in data)
         held = self._weights(state, version, weights)
         workers = {
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
-        data = read_data(program, workers, host, rows_of(self.specs[0]))
-        measuring = self._evaluating(bucket, metrics)
-        stages = {w: [*those[:bucket], measuring[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
-        _, found = run(program, 0, stages, lambda _: bucket, workers, self._transport, data)
-        return self._exchange.evaluation(found, version, list(metrics))
+        loads = read_data(program, workers, data, rows_of(self.specs[0]))
+        by_bucket = {w: [*those[:bucket], stages[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
+        _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads)
+        return found, version
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
         """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""

@@ -62,12 +62,12 @@ class Found(NamedTuple):
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
         norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
-        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric.
+        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
     """
 
     losses: dict[int, list[Tree]]
     norms: dict[int, Tree]
-    evaluations: dict[int, list[tuple[jax.Array, jax.Array]]]
+    evaluations: dict[int, Tree]
 
 
 def run(
@@ -450,9 +450,10 @@ class _Worker:
         self.held.retire(i.version + self.version_shift)
 
     def evaluate(self, i: Evaluate) -> None:
-        held, k = self.held, i.microbatch
+        held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
         x, labels = held.take_inputs(k)
-        y = self.of(k).calls["evaluate"](held.versions[i.version], held.layer_state, x, labels)
+        rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
+        y = stage.calls["evaluate"](held.versions[i.version], held.layer_state, x, labels, rng)
         if self.functions.last:
             self.found.evaluations[k] = y
         else:

@@ -109,6 +109,11 @@ class Arrays:
         """(microbatch, key)."""
         return self.whole(self.functions.specs.rng)
 
+    @cached_property
+    def evaluation_rng(self) -> Tree:
+        """(microbatch, key) of an evaluation."""
+        return self.whole(self.functions.evaluation_rng)
+
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:
         """(state, x, labels)."""

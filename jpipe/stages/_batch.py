@@ -18,21 +18,26 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
     if not isinstance(batch, tuple) or len(batch) != 2:
         found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
         raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
-    leaves = jax.tree.leaves(batch)
-    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
-        raise InputError(f"batch: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
-    for leaf in leaves:
-        try:
-            spec_of(leaf)
-        except TypeError:  # text, objects, dates
-            raise InputError(f"batch: expected arrays of numbers, found {describe(batch)}; convert {leaf.dtype} to numbers") from None
-    size = sizes.pop()
+    size = _checked_rows(batch, "batch")
     if size == 0 or size % count:
         raise InputError(
             f"batch: expected a number of rows divisible by {count} microbatches, found {size}; change the batch size or microbatches"
         )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), spec_of(leaf).dtype), batch)
+
+
+def _checked_rows(batch: Tree, where: str) -> int:
+    """The rows of arrays that agree in them."""
+    leaves = jax.tree.leaves(batch)
+    sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
+        raise InputError(f"{where}: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
+    for leaf in leaves:
+        try:
+            spec_of(leaf)
+        except TypeError:  # text, objects, dates
+            raise InputError(f"{where}: expected arrays of numbers, found {describe(batch)}; convert {leaf.dtype} to numbers") from None
+    return int(sizes.pop())
 
 
 def count_microbatches(batch: Batch, rows_each: int) -> int:
@@ -70,6 +75,22 @@ def bucket_of(spec: Batch, specs: Sequence[Batch]) -> int:
         those = "the one" if len(specs) == 1 else "one of those"
         raise InputError(f"batch: expected microbatches like {those} of init, {told(specs)}; found {describe(spec)}")
     return specs.index(spec)
+
+
+def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
+    """Which of `specs` microbatches of these inputs have, of any number of rows.
+
+    Raises:
+        InputError: none of them.
+    """
+    _checked_rows(inputs, "predict")
+    rows = rows_of(specs[0])
+    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), spec_of(leaf).dtype), inputs)
+    if spec not in specs:
+        those = "the one" if len(specs) == 1 else "one of those"
+        expected = " or ".join(map(describe, specs))
+        raise InputError(f"predict: expected inputs like {those} of init, {expected} for a microbatch; found {describe(inputs)}")
+    return list(specs).index(spec)
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:

@@ -239,9 +239,19 @@ def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[st
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """These workers of the last stage, with evaluations that also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    lowered = {stage.place: _lower_call(stage.functions, stage.place, "evaluate", (), {}, None) for stage in measuring.values()}
+    return _evaluating_by(measuring, "evaluate")
+
+
+def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
+    """These workers of the last stage, with evaluations that give the outputs of the model in place of the loss."""
+    return _evaluating_by(workers, "predict")
+
+
+def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
+    """The workers with this call in place of their evaluation."""
+    lowered = {stage.place: _lower_call(stage.functions, stage.place, name, (), {}, None) for stage in workers.values()}
     compiled = dict(zip(lowered, _compile_side_by_side(list(lowered.values())), strict=True))
-    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in measuring.items()}
+    return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
 
 
 def compile_stages(
@@ -439,7 +449,8 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "mean_state": lambda: Call(f.mean_state, (), (a.averaged,), a.averaged),
         "add": lambda: Call(_added, (), (a.reduced, a.reduced), a.reduced),
         "finish": lambda: Call(f.finish, (0,), (a.reduced,), (*a.reduced, loss)),
-        "evaluate": lambda: Call(f.evaluate, (), (a.params, *a.arguments), number if f.last else a.outputs),
+        "evaluate": lambda: Call(f.evaluate, (), (a.params, *a.arguments, a.evaluation_rng), number if f.last else a.outputs),
+        "predict": lambda: Call(f.predict, (), (a.params, a.state, a.x, None, a.evaluation_rng), None),
     }
     shared = _calls_for_shared(a)
     return shared[name] if name in shared else calls[name]()

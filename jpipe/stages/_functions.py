@@ -10,9 +10,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
+from jpipe.model._adapters import parameters_of
 from jpipe.model._dependence import passed_on
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._optimizer import LayerwiseOptimizer, masters_of
@@ -25,7 +27,8 @@ from jpipe.stages._residuals import Residuals, find_residuals
 from jpipe.stages._split import Halves, NotSplittable, split, undivided
 
 Tree = Any
-Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
+"""`(outputs, labels) -> (sum, weight)`; with a parameter `rngs` or `key` besides, it gets random numbers."""
 
 
 class GlobalNorm(NamedTuple):
@@ -259,13 +262,22 @@ class StageFunctions:
         accumulators, state = summed
         return accumulators, self.mean_state(state), self.mean_loss(accumulators) if self.last else None
 
-    def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree) -> Tree:
+    def evaluate(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> Tree:
         """The stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
-        y, _ = self.stack.apply(self.stage.layers, self._whole(params), state, x, key=None, microbatch=None, train=False)
+        y = self.predict(params, state, x, None, rng)
         if not self.last:
             return y
-        metrics = (_summed(metric, f"metrics: '{name}'", y, labels, self.loss_dtype) for name, metric in self.metrics.items())
-        return [self._loss_of(y, labels), *metrics]
+        found = [self._loss_of(y, labels, self._drawn(self.loss, "", rng, train=False))]
+        for name, metric in self.metrics.items():
+            key = self._drawn(metric, name, rng, train=False, of_metric=True)
+            found.append(_summed(metric, f"metrics: '{name}'", y, labels, self.loss_dtype, key))
+        return found
+
+    def predict(self, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
+        """The stage output in evaluation mode, of the last stage too; it takes what `evaluate` takes, without labels."""
+        microbatch, key = rng
+        y, _ = self.stack.apply(self.stage.layers, self._whole(params), state, x, key=key, microbatch=microbatch, train=False)
+        return y
 
     def init_optimizer(self, params: Tree) -> Tree:
         """Optimizer state of new parameters, whole ones, keyed by layer id."""
@@ -445,7 +457,7 @@ class StageFunctions:
             x = jax.tree.unflatten(treedef, filled)
             y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
             if self.last:
-                total, weight = self._loss_of(y, labels)
+                total, weight = self._loss_of(y, labels, self._drawn(self.loss, "", rng, train=True))
                 return [total], ((total, weight), new_state)
             return floats_of(y), (y, new_state)
 
@@ -572,9 +584,20 @@ class StageFunctions:
         """Shapes and dtypes of (rest, stash), which stay from the first half of a backward to the second."""
         return self.rest(*self.between_specs), list(self._halves.stash)
 
-    def _loss_of(self, outputs: Tree, labels: Tree) -> tuple[jax.Array, jax.Array]:
-        total, weight = _summed(self.loss, "loss", outputs, labels, self.loss_dtype)
+    def _loss_of(self, outputs: Tree, labels: Tree, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        total, weight = _summed(self.loss, "loss", outputs, labels, self.loss_dtype, key)
         return total, jax.lax.stop_gradient(weight)
+
+    def _drawn(self, function: Loss, name: str, rng: tuple[Any, Any], *, train: bool, of_metric: bool = False) -> jax.Array | None:
+        """The key of the loss or a metric for a microbatch, if it asks for one."""
+        microbatch, key = rng
+        return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if asked_for(function) else None
+
+    @property
+    def evaluation_rng(self) -> tuple[Any, Any]:
+        """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
+        asks = self.last and any(map(asked_for, (self.loss, *self.metrics.values())))
+        return rng_spec() if asks or self.stack.is_stochastic(self.stage.layers, train=False) else (None, None)
 
 
 def stage_functions(
@@ -593,7 +616,7 @@ def stage_functions(
         InputError: a loss that does not fit.
     """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
-    rng = (jax.ShapeDtypeStruct((), np.uint32), key_spec()) if stack.is_stochastic(stage.layers) else (None, None)
+    rng = rng_spec() if stack.is_stochastic(stage.layers) or (last and asked_for(loss)) else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
@@ -632,11 +655,33 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
         )
 
     with callers_code(message):
-        jax.eval_shape(lambda outputs, labels: _summed(function, where, outputs, labels, last.loss_dtype), outputs, labels)
+        jax.eval_shape(lambda *given: _summed(function, where, *given[:2], last.loss_dtype, given[2]), outputs, labels, key_spec())
 
 
-def _summed(function: Loss, where: str, outputs: Tree, labels: Tree, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    result = function(outputs, labels)
+def asked_for(function: Loss) -> str | None:
+    """The parameter of a loss or a metric that is to get random numbers: `rngs` or `key`, if it has no default but None."""
+    parameters = list(parameters_of(function).values())[2:]  # after the outputs and labels
+    names = (p.name for p in parameters if p.name in ("rngs", "key") and (p.default is None or p.default is p.empty))
+    return next(names, None)
+
+
+def called(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
+    """What a loss or a metric returns; it gets random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
+    name = asked_for(function)
+    if name is None:
+        return function(outputs, labels)
+    assert key is not None
+    given: dict[str, Any] = {name: nnx.Rngs(key) if name == "rngs" else key}
+    return function(outputs, labels, **given)
+
+
+def rng_spec() -> tuple[Any, Any]:
+    """Specs of (microbatch, key)."""
+    return jax.ShapeDtypeStruct((), np.uint32), key_spec()
+
+
+def _summed(function: Loss, where: str, outputs: Tree, labels: Tree, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    result = called(function, outputs, labels, key)
     of = "sum of the losses" if where == "loss" else "sum"
     if not (isinstance(result, tuple) and len(result) == 2 and all(_is_scalar(part) for part in result)):
         values = "losses" if where == "loss" else "values"

@@ -12,7 +12,7 @@ from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.stages._functions import Loss, StageFunctions, floats_of
+from jpipe.stages._functions import Loss, StageFunctions, called, floats_of
 
 Tree = Any
 
@@ -67,7 +67,7 @@ def check_gradients(
                 jax.eval_shape(backward, own, spec.params, spec.state, spec.x, key_spec())
     outputs = layers[stack.ids[-1]].output
     with callers_code(lambda error: f"loss: its backward fails: {cause(error)}; {_REMEDY}"):
-        jax.eval_shape(partial(_loss_backward, loss), outputs, labels)
+        jax.eval_shape(partial(_loss_backward, loss), outputs, labels, key_spec())
 
 
 def _backward(
@@ -80,8 +80,8 @@ def _backward(
     return vjp(jax.tree.map(jnp.ones_like, y))
 
 
-def _loss_backward(loss: Loss, outputs: Tree, labels: Tree) -> Any:
-    total, vjp = jax.vjp(lambda floats: jnp.asarray(loss(_filled(outputs, floats), labels)[0]), floats_of(outputs))
+def _loss_backward(loss: Loss, outputs: Tree, labels: Tree, key: jax.Array) -> Any:
+    total, vjp = jax.vjp(lambda floats: jnp.asarray(called(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs))
     return vjp(jnp.ones_like(total))
 
 

@@ -156,6 +156,7 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         found |= numbers_of(metrics)
         if t == 2:
             found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
+            found |= predicted(pipe, state, batches[1])
             if pipe.ema_decay is not None:
                 found["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
     state, metrics = pipe.drain(state, with_metrics=True)
@@ -182,6 +183,17 @@ def evaluated(pipe, state, batch) -> dict[str, float]:
     numbers |= {"loss": found.loss, "weight": found.weight, "version": found.version}
     assert (float(found.metrics["loss again"].mean), float(found.metrics["loss again"].weight)) == (float(found.loss), float(found.weight))
     return {name: float(number) for name, number in numbers.items()}
+
+
+def predicted(pipe, state, batch) -> dict[str, np.ndarray]:
+    """The outputs for all rows but the last: in all processes, and in the first."""
+    import jax
+
+    inputs = jax.tree.map(lambda leaf: leaf[:-1], batch[0])
+    found, of_first = pipe.predict(state, inputs), pipe.predict(state, inputs, to="first")
+    assert (of_first is None) == (jax.process_index() != 0)
+    assert of_first is None or of_first.tobytes() == found.tobytes()
+    return {"outputs": found}
 
 
 def refusal() -> str:

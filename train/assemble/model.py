@@ -53,7 +53,9 @@ def loss(config: LossConfig) -> Any:
     if config.is_built_in:
         return partial(config.built_in[config.target].load(), arguments=config.parsed)
     function = entry_point.load(config.target, "loss.target")
-    filled = dict.fromkeys(list(parameters_of(function))[:2], "is given by jpipe")
+    first, others = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
+    random = [p for p in others if p.name in ("rngs", "key") and p.default in (None, p.empty)]
+    filled = dict.fromkeys([p.name for p in (*first, *random)], "is given by jpipe")
     with entry_point.placed("loss.arguments"):
         check_names(function, config.target, config.arguments, filled)
     return partial(function, **config.arguments)
@@ -76,8 +78,12 @@ class _OfLogits:
 
     metric: Any
 
-    def __call__(self, outputs: Any, labels: Any) -> Any:
-        return self.metric(cross_entropy.all_logits(outputs), labels)
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.metric)  # it may ask for random numbers
+
+    def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
+        return self.metric(cross_entropy.all_logits(outputs), labels, **random)
 
 
 def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:

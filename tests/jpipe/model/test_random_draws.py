@@ -1,9 +1,13 @@
-"""Initialization and dropout depend on (seed, layer id, microbatch) only."""
+"""What initialization, dropout, evaluations and losses draw depends on (seed, layer id, microbatch) only."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
 
 from jpipe import Layer, LayerStack, Pipeline, Plan
 from tests.jpipe import models
@@ -93,3 +97,113 @@ def test_initial_weights_do_not_depend_on_the_cut_the_schedule_or_the_other_laye
     shorter = LayerStack({i: stack.layers[i] for i in ("track", "out")})
     pipe = Pipeline(shorter, Plan.even(shorter.ids, 2, "gpipe", 4), models.masked_squares, models.momentum())
     check_equal(pipe.params(fresh(pipe, models.masked_batches(1, 4))), {i: found[0][i] for i in shorter.ids})
+
+
+class Sampled(nnx.Module):
+    """Draws in evaluation, too."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rngs = rngs
+
+    def __call__(self, x):
+        return x + jax.random.uniform(self.rngs.noise(), x.shape)
+
+
+class SampledInLinen(linen.Module):
+    """The same, in Linen."""
+
+    @linen.compact
+    def __call__(self, x, train):
+        return x + jax.random.uniform(self.make_rng("dropout"), x.shape)
+
+
+SAMPLED = {"nnx": lambda rngs: Sampled(rngs), "linen": SampledInLinen()}
+
+
+def sampled(kind: str, sizes, **fields):
+    """The outputs for four microbatches of one row, twice; two layers draw, between layers without randomness."""
+    noise = SAMPLED[kind]
+    stack = LayerStack({"in": models.dense(1), "first": noise, "second": noise if kind == "nnx" else noise.clone(), "out": lambda x: x})
+    pipe = Pipeline(stack, models.cut(stack.ids, sizes, microbatches=2, **fields), total, models.momentum())
+    x = np.ones((4, 1), np.float32)
+    state = pipe.init(jax.random.key(fields.get("seed", 0)), (x[:2], x[:2]))
+    plain = jnp.tanh(x @ models.on_first_device(pipe.params(state))["in"]["w"])
+    found = pipe.predict(state, x)
+    np.testing.assert_array_equal(found, pipe.predict(state, x), "of one state and batch always the same")
+    np.testing.assert_allclose(pipe.evaluate(state, (x, x)).loss, np.mean(found), rtol=1e-6)
+    return (found - plain)[:, 0]
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_evaluations_draw_anew_for_each_microbatch_and_layer(kind):
+    found = sampled(kind, (4,), schedule="gpipe")
+    assert len(np.unique(found.round(4))) == 4
+    np.testing.assert_allclose(sampled(kind, (2, 2), schedule="pipedream_2bw"), found, rtol=1e-6)
+    np.testing.assert_allclose(sampled(kind, (1, 2, 1), schedule="gpipe"), found, rtol=1e-6)
+    key, parts = jax.random.key(0), []
+    stack = LayerStack({"first": SAMPLED["nnx"], "second": SAMPLED["nnx"]})
+    for layer_id in stack.ids if kind == "nnx" else ():
+        apply = functools.partial(stack.apply, [layer_id], {layer_id: {}}, {layer_id: {}}, jnp.zeros((1, 1)), train=False)
+        parts.append([float(apply(key=key, microbatch=k)[0][0, 0]) for k in range(4)])
+    if parts:
+        np.testing.assert_allclose(found, np.sum(parts, axis=0), rtol=1e-5)
+        assert not np.isclose(parts[0], parts[1]).any()
+
+
+def test_layers_of_ones_own_get_no_key_in_evaluation_unless_they_ask():
+    def apply(params, state, x, key, train):
+        return x if key is None else x + jax.random.uniform(key), state
+
+    def layer(**fields):
+        return Layer(lambda key, x: ({}, {}), apply, stochastic=True, **fields)
+
+    stack = LayerStack({"plain": layer(), "asks": layer(draws_in_evaluation=True)})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), total, models.momentum())
+    x = np.ones((2, 1), np.float32)
+    state = pipe.init(jax.random.key(0), (x, x))
+    drawn = [float(jax.random.uniform(stack.draw_key(jax.random.key(0), "asks", k, False))) for k in range(2)]
+    np.testing.assert_allclose(pipe.predict(state, x)[:, 0], 1 + np.array(drawn), rtol=1e-6)
+
+
+def with_rngs(y, labels, rngs):
+    """A loss that samples: what it drew times what the model gives."""
+    return (y * jax.random.uniform(rngs())).sum(), 1.0
+
+
+def with_key(y, labels, *, key=None):
+    return (y * jax.random.uniform(key)).sum(), 1.0
+
+
+def named_otherwise(y, key):
+    """Its labels are called `key`."""
+    return (y * key).sum(), 1.0
+
+
+@pytest.mark.thinned(most=3)
+@pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
+@pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
+def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss, fields):
+    """In a schedule with a fused last stage, one without, one that splits; the gradient is that of the numbers that were drawn."""
+    stack = LayerStack({"in": models.dense(1, lambda x: x), "mid": lambda x: x, "out": lambda x: x})
+    pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=3, **fields), loss, optax.sgd(1.0))
+    x = np.ones((3, 1), np.float32)
+    state = pipe.init(jax.random.key(0), (x, x))
+    w = float(pipe.params(state)["in"]["w"][0, 0])
+    draws = {train: [_drawn(loss, stack.draw_key(jax.random.key(0), "", k, train)) for k in range(6)] for train in (True, False)}
+    assert len({round(d, 5) for of in draws.values() for d in of}) == 12
+    evaluation = pipe.evaluate(state, (np.ones((5, 1), np.float32),) * 2, {"again": with_key, "rngs": with_rngs, "plain": named_otherwise})
+    np.testing.assert_allclose(evaluation.loss, w * np.mean(draws[False][:5]), rtol=1e-5)
+    np.testing.assert_allclose(evaluation.metrics["plain"].mean, w, rtol=1e-5)
+    for name, metric in (("again", with_key), ("rngs", with_rngs)):
+        keys = [stack.draw_key(jax.random.key(0), name, k, False, of_metric=True) for k in range(5)]
+        np.testing.assert_allclose(evaluation.metrics[name].mean, w * np.mean([_drawn(metric, key) for key in keys]), rtol=1e-5)
+    for t in range(2):  # the bias moves as the weight does
+        state, metrics = pipe.step(state, (x, x))
+        own, moved = np.mean(draws[True][3 * t : 3 * t + 3]), np.mean(draws[True][:3]) if t else 0.0
+        np.testing.assert_allclose(metrics.losses[t], (w - 2 * moved) * own, rtol=1e-5)
+        np.testing.assert_allclose(pipe.params(state)["in"]["w"][0, 0], w - moved - own, rtol=1e-5)
+
+
+def _drawn(loss, key) -> float:
+    return float(jax.random.uniform(nnx.Rngs(key)() if loss is with_rngs else key))
