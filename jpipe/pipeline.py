@@ -400,7 +400,7 @@ class Pipeline:
             wanted = range(self.plan.depth) if stages is None else stages
             places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
             firsts = [share for share, *_ in shares]
-            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts)
+            compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts)
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
@@ -440,7 +440,14 @@ class Pipeline:
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
         check_buckets(buckets)
-        return Executor(self.plan, self._steps, buckets, self.places, join_processes())
+        return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes())
+
+    def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
+        """The programs of the plan; of shared parameters that are frozen the stages sum no gradients."""
+        shared = tuple(stages for stages, _ in functions[0].sharing.groups)
+        if shared != self._steps.shared:
+            self._steps = Steps(self.plan, self.uses_global_norm, shared)
+        return self._steps
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
         """The state of a run that begins with `batch`; all processes are ready for it."""

@@ -81,7 +81,11 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
     )
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
-    share(_builder, "check_gradients", lambda stack, layers, first, loss, labels, trained: ((first, *layers), stack, layers, loss, labels, trained.chosen))
+    share(
+        _builder,
+        "check_gradients",
+        lambda stack, layers, first, loss, labels, trained: ((first, *layers), stack, layers, loss, labels, trained.chosen),
+    )
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))
     share(pipeline, "measure_bytes", lambda f, recomputes, splits, chosen: ((f.stage.layers, recomputes, splits), f, chosen))
     share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))

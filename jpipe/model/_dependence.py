@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -28,7 +29,19 @@ def is_literal(var: Any) -> bool:
 
 
 _ZERO_OF_ZERO = {
-    *("abs", "broadcast_in_dim", "convert_element_type", "copy", "cumsum", "dynamic_slice", "expand_dims", "floor", "gather", "imag", "neg"),
+    *(
+        "abs",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "cumsum",
+        "dynamic_slice",
+        "expand_dims",
+        "floor",
+        "gather",
+        "imag",
+        "neg",
+    ),
     *("real", "reduce_precision", "reduce_sum", "reshape", "rev", "ceil", "round", "sharding_constraint", "sign", "sin", "slice", "sqrt"),
     *("square", "squeeze", "stop_gradient", "tanh", "transpose", "div"),
 }
@@ -56,7 +69,9 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
         return _is_zero(var.val) if is_literal(var) else var in found
 
     for equation in jaxpr.eqns:
-        found |= {var for var, zero in zip(equation.outvars, _zero_results(equation, list(map(holds, equation.invars))), strict=True) if zero}
+        found |= {
+            var for var, zero in zip(equation.outvars, _zero_results(equation, list(map(holds, equation.invars))), strict=True) if zero
+        }
     return list(map(holds, jaxpr.outvars))
 
 
@@ -82,7 +97,7 @@ def _zero_results(equation: Any, zeros: list[bool]) -> list[bool]:
 
 
 def _is_zero(value: Any) -> bool:
-    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)) and not is_key and not np.any(np.asarray(value))
 
 

@@ -36,7 +36,6 @@ class Sharing:
         """The shared parameters that both stages hold."""
         return tuple(name for stages, names in self.groups if {s, other} <= set(stages) for name in names)
 
-
     def without(self, names: Iterable[str]) -> "Sharing":
         """The same, where these shared parameters have no gradients that stages would sum."""
         own = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
