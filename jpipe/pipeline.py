@@ -487,7 +487,7 @@ class Pipeline:
             wanted = range(self.plan.depth) if stages is None else stages
             places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
             firsts = [share for share, *_ in shares]
-            compiled = compile_stages(self.plan, functions, self._steps.verified_runs, places, firsts, programs)
+            compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts, programs)
         chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
@@ -536,7 +536,14 @@ class Pipeline:
             )
         options = ("clip_global_norm", "skip_nonfinite", "ema_decay", "precision")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
-        return Executor(self.plan, self._steps, buckets, self.places, join_processes(), facts)
+        return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
+
+    def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
+        """The programs of the plan; of shared parameters that are frozen the stages sum no gradients."""
+        shared = tuple(stages for stages, _ in functions[0].sharing.groups)
+        if shared != self._steps.shared:
+            self._steps = Steps(self.plan, self.uses_global_norm, shared)
+        return self._steps
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
         """The state of a run that begins with `batch`; all processes are ready for it."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
@@ -61,23 +62,9 @@ def is_literal(var: Any) -> bool:
 
 
 _ZERO_OF_ZERO = {
-    *("abs", "broadcast_in_dim", "convert_element_type", "copy", "cumsum", "dynamic_slice", "expand_dims", "floor", "gather", "imag"),
-    *(
-        "neg",
-        "real",
-        "reduce_precision",
-        "reduce_sum",
-        "reshape",
-        "rev",
-        "ceil",
-        "round",
-        "sharding_constraint",
-        "sign",
-        "sin",
-        "slice",
-        "sqrt",
-    ),
-    *("square", "squeeze", "stop_gradient", "tanh", "transpose", "div"),
+    *("abs", "broadcast_in_dim", "ceil", "convert_element_type", "copy", "cumsum", "div", "dynamic_slice", "expand_dims", "floor"),
+    *("gather", "imag", "neg", "real", "reduce_precision", "reduce_sum", "reshape", "rev", "round", "sharding_constraint", "sign"),
+    *("sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "tanh", "transpose"),
 }
 """Primitives whose result is zero if their first operand is. Division by zero aside, which no optimizer means."""
 _ZERO_OF_ANY = {"dot_general", "mul"}
@@ -130,7 +117,7 @@ def _zero_results(equation: Any, zeros: list[bool]) -> list[bool]:
 
 
 def _is_zero(value: Any) -> bool:
-    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)) and not is_key and not np.any(np.asarray(value))
 
 

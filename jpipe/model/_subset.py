@@ -55,6 +55,10 @@ class Subset:
             return part
         return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, others, is_leaf=lambda leaf: leaf is None)
 
+    def flags(self, trees: Mapping[str, Tree]) -> list[bool]:
+        """For each leaf of the trees whether it is chosen."""
+        return jax.tree.leaves({name: self.chosen.get(name, jax.tree.map(lambda _: True, tree)) for name, tree in trees.items()})
+
     def excludes(self, name: str) -> bool:
         """Whether the tree of this name has leaves, none of which is chosen."""
         return name in self.chosen and not any(self.chosen[name])

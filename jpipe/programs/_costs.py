@@ -42,6 +42,7 @@ class StageCost:
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
+        frozen: the part of `weights` that no update changes: all versions share it.
         optimizer: optimizer state; where replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
@@ -66,6 +67,7 @@ class StageCost:
     message: int = 0
     gradient: int = 0
     weights: int = 0
+    frozen: int = 0
     optimizer: int = 0
     state: int = 0
     accumulators: int = 0
@@ -74,6 +76,11 @@ class StageCost:
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a version that updates change."""
+        return self.weights - self.frozen
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class LayerCost:
         backward: time of a backward without recomputation.
         outputs: the output, which is also the size of its gradient.
         weights: the parameters.
-        accumulators: accumulated gradients; None: as many bytes as `weights`.
+        accumulators: accumulated gradients; None: as many bytes as `weights` without `frozen`.
+        frozen: the part of `weights` that no update changes.
         backward_weight: the part of `backward` that makes the gradients of the weights; None: half of it.
         stash: what stays from one half of a backward to the other, by policy; without an entry the residuals of "none" and the output.
         optimizer: optimizer state.
@@ -109,6 +117,7 @@ class LayerCost:
     update: float = 0.0
     temporary: int = 0
     accumulators: int | None = None
+    frozen: int = 0
     backward_weight: float | None = None
     stash: Mapping[str, int] = field(default_factory=dict)
 
@@ -120,7 +129,12 @@ class LayerCost:
     @property
     def summed(self) -> int:
         """Bytes of accumulated gradients, which replicas sum."""
-        return self.weights if self.accumulators is None else self.accumulators
+        return self.trained if self.accumulators is None else self.accumulators
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a version that updates change."""
+        return self.weights - self.frozen
 
 
 @dataclass(frozen=True)
@@ -132,12 +146,14 @@ class SharedCost:
         weights: the parameter.
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
+        frozen: as many bytes as `weights` if no update changes it, else 0.
     """
 
     layers: tuple[str, ...]
     weights: int = 0
     accumulators: int = 0
     optimizer: int = 0
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,34 +220,41 @@ def sum_layer_costs(
         if layer_id not in layers:
             raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
     costs: list[StageCost] = []
+    before_trained, before_frozen = False, False  # whether an earlier layer has such parameters
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
         last = s == plan.depth - 1
         before = costs[-1].outputs if costs else inputs
+        of_input = s > 0 and (before_trained or not before_frozen)
+        before_trained = before_trained or any(layer.trained for layer in own)
+        before_frozen = before_frozen or any(layer.frozen for layer in own)
+        has_backward = before_trained or not before_frozen
+        message = own[-1].outputs if has_backward and not last else 0
         forward = sum(layer.forward for layer in own)
-        again = 0.0 if stage.recompute == "none" else forward
+        again = forward if has_backward and stage.recompute != "none" else 0.0
         _check_policy(stage, own)
         known = all(stage.recompute in layer.residuals for layer in own)
         residuals = _residuals(own, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
         inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
         backward = sum(layer.backward for layer in own) + again
-        for_weights = sum(layer.for_weights for layer in own) if s > 0 else backward  # stage 0 has no input gradient
+        for_weights = sum(layer.for_weights for layer in own) if of_input else backward  # stage 0 has no input gradient
         costs.append(
             StageCost(
                 forward=forward,
                 backward=backward,
                 backward_input=backward - for_weights,
                 backward_weight=for_weights,
-                stash=_stash(own, stage.recompute) if s > 0 else residuals + (0 if last else own[-1].outputs),
+                stash=_stash(own, stage.recompute) if of_input else residuals + message,
                 update=sum(layer.update for layer in own),
                 inputs=before,
                 labels=labels if last else 0,
                 outputs=0 if last else own[-1].outputs,
                 residuals=residuals,
-                message=0 if last else own[-1].outputs,
-                gradient=before if s > 0 else 0,
+                message=message,
+                gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in own),
+                frozen=sum(layer.frozen for layer in own),
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
                 accumulators=sum(layer.summed for layer in own),
@@ -247,7 +270,7 @@ def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost])
     """The cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
-    sizes = [(layers[layer_id].optimizer, layers[layer_id].weights) for layer_id in stage.layers]
+    sizes = [(layers[layer_id].optimizer, layers[layer_id].trained) for layer_id in stage.layers]
     held = [[0, 0] for _ in range(stage.replicas)]
     for owner, (optimizer, weights) in zip(deal(sizes, stage.replicas), sizes, strict=True):
         held[owner] = [held[owner][0] + optimizer, held[owner][1] + weights]
@@ -284,8 +307,9 @@ def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[Shared
                 weights=found[s].weights - again * parameter.weights,
                 accumulators=found[s].accumulators - again * parameter.accumulators,
                 optimizer=found[s].optimizer - again * parameter.optimizer,
+                frozen=found[s].frozen - again * parameter.frozen,
             )
-        if len(holders) > 1:
+        if len(holders) > 1 and not parameter.frozen:
             groups[holders] = groups.get(holders, 0) + parameter.accumulators
     return tuple(
         replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(found)

@@ -111,8 +111,8 @@ class _Memory:
 
     def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
         self.cost, self.rank = cost, rank
-        self.weights = dict.fromkeys(sorted(versions), cost.weights)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.weights + cost.optimizer + cost.state + cost.accumulators
+        self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
+        self.at_first = len(versions) * cost.trained + cost.frozen + cost.optimizer + cost.state + cost.accumulators
         self.most_versions = len(versions)
         self.in_flight = 0  # microbatches between their forward and their backward, or its first half
         self.stashes = 0  # microbatches between the two halves of their backward
@@ -129,8 +129,8 @@ class _Memory:
     def update(self, version: int, retired: int | None) -> None:
         """Make weights `version`, in the memory of `retired` if there is one."""
         if retired is None:
-            self.add(self.cost.weights)
-        self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.weights}
+            self.add(self.cost.trained)
+        self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.trained}
         self.most_versions = max(self.most_versions, len(self.weights))
 
     def complete(self, version: int, size: int) -> None:
@@ -140,7 +140,7 @@ class _Memory:
 
     def release(self, version: int) -> None:
         self.weights = {v: size for v, size in self.weights.items() if v != version}
-        self.add(-self.cost.weights)
+        self.add(-self.cost.trained)
 
     def compute(self, made: int, used: int) -> None:
         """Hold what a computation makes and what it uses while it runs, then only the former."""

@@ -23,7 +23,7 @@ class Steps:
     """
 
     def __init__(self, plan: Plan, global_norm: bool, shared: tuple[tuple[int, ...], ...] = ()) -> None:
-        self._shared = shared
+        self.shared = shared
         self._flushed, self._global_norm = plan.flush_first, global_norm
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
         self._programs: dict[tuple[int, int, bool], Program] = {}
@@ -83,4 +83,4 @@ class Steps:
         return min(since, self._full), self._plan.flush_first + (batch if batch < steady else steady + (batch - steady) % self._period)
 
     def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
-        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm, shared=self._shared)
+        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm, shared=self.shared)

@@ -1,6 +1,6 @@
 """Converts any pytree to nested dicts with text as keys, which any program can read, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -88,6 +88,26 @@ def filled(specs: Tree, given: Tree, where: str) -> Tree:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
             raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
     return from_plain(specs, _paths(to_plain(specs)) | _paths(to_plain(given)), where)
+
+
+def overlaid(plain: Plain, above: Plain) -> Plain:
+    """Nested dicts with the leaves of two of them; those of `above` where both have one."""
+    both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
+    return {**plain, **above, **both}
+
+
+def without(plain: Plain, is_left_out: Callable[[tuple[str, ...]], bool], above: tuple[str, ...] = ()) -> Plain:
+    """Nested dicts without some of their leaves, by the names on the path to each."""
+    return {
+        name: without(inner, is_left_out, (*above, name)) if isinstance(inner, dict) else inner
+        for name, inner in plain.items()
+        if isinstance(inner, dict) or not is_left_out((*above, name))
+    }
+
+
+def names_in(tree: Tree) -> set[tuple[str, ...]]:
+    """The names on the path to each leaf of a tree, as in `to_plain` of it."""
+    return {tuple(_names(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

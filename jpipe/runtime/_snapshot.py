@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model._precision import LossScale
+from jpipe.model._optimizer import masters_of
+from jpipe.model._precision import LossScale, wider
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Computation, Update, parts
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
+from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
@@ -82,7 +83,8 @@ class Snapshot:
     def layers(self) -> dict[str, Plain]:
         """What `Pipeline.restore` takes, by layer id: the arrays of the layers of this process, on their devices.
 
-        Each layer has `params`, with the newest version as "0", the one before as "1", and so on; `optimizer`; `state`; and with a dynamic
+        Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
+        `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
         entries such as "block_0 replica 1" have those of the others. With `Plan.shard_optimizer` the optimizer state of a layer is in
         the entry of the replica that updates it. Parts without arrays are left out.
@@ -120,7 +122,7 @@ class _Part:
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
-        self._all = f.specs.params.keys()
+        self._all, self._trained = f.specs.params.keys(), f.trained
         self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
         self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
@@ -151,7 +153,8 @@ class _Part:
             for version in event.state.versions.keys() - self._versions.keys():
                 is_whole = event.state.versions[version].keys() == self._all  # what other replicas update may still be to come
                 if self._oldest <= version <= self._newest and is_whole:
-                    self._versions[version] = _copied(event.state.versions[version])
+                    found = event.state.versions[version]  # nothing writes into its frozen parameters
+                    self._versions[version] = self._trained.joined(_copied(dict(self._trained.part(found))), found)
                     if event.state.loss_scales:
                         self._scales[version] = event.state.loss_scales[version]
         self._before = dict(event.state.layer_state)
@@ -170,7 +173,9 @@ class _Part:
         found: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
         for layer_id, plain in found.items():
             if self._replica == 0:
-                ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in self._versions.items()}
+                older = {v: self._trained.part(params) for v, params in self._versions.items() if v != self._newest}
+                versions = older | {self._newest: self._versions[self._newest]}
+                ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
             if layer_id in (self._optimizer if self._replica == 0 else self._given):
@@ -242,7 +247,8 @@ def fitting(
     def params_of(layer_id: str, age: int) -> Tree:
         where = f"checkpoint: layer '{layer_id}', parameters"
         ages = checked_dict(layers[layer_id].get("params", {}), where)
-        return from_plain(f.specs.params[layer_id], ages.get(str(age), ages.get("0", {})), where)
+        latest = checked_dict(ages.get("0", {}), where)
+        return from_plain(f.specs.params[layer_id], overlaid(latest, checked_dict(ages.get(str(age), {}), where)), where)
 
     def state_of(layer_id: str) -> Tree:
         spec, count, where = f.specs.state[layer_id], _replicas(layers, layer_id), f"checkpoint: layer '{layer_id}', state"
@@ -257,11 +263,25 @@ def fitting(
         specs = f.optimizer_spec
         optimizer = {
             layer_id: from_plain(
-                specs[layer_id], layers[layer_id].get("optimizer", {}), f"checkpoint: layer '{layer_id}', optimizer state", _OTHER_OPTIMIZER
+                specs[layer_id],
+                _of_trained(f, layer_id, layers[layer_id].get("optimizer", {})),
+                f"checkpoint: layer '{layer_id}', optimizer state",
+                _OTHER_OPTIMIZER,
             )
             for layer_id in (entries if share is None else share.part(specs))
         }
     return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
+
+
+def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
+    """The optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
+    if layer_id not in f.trained.chosen or not isinstance(plain, dict):
+        return plain
+    if f.trained.excludes(layer_id):
+        return {}
+    params, kept = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
+    frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
+    return without(plain, lambda names: names not in kept and any(names[-len(own) :] == own for own in frozen))
 
 
 def restored_worker(
@@ -291,17 +311,21 @@ def restored_worker(
         precise = {
             layer_id: params
             if (found := masters[layer_id]) is None
-            else from_plain(f.optimizer_spec[layer_id].masters, found, where.format(layer_id))
+            else from_plain(jax.eval_shape(masters_of, f.specs.params[layer_id]), found, where.format(layer_id))
             for layer_id, params in newest.items()
         }
         placed = jax.device_put(precise, shardings_of(place.specs(precise, f.partition.of_params(precise))))
         optimizer = jax.jit(f.init_optimizer)(placed)
     accumulators = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), f.accumulators_spec)
     scales = _restored_scales(f, layers, versions)
-    specs: Tree = dict.fromkeys(versions, a.params), a.optimizer, a.state, a.accumulators, {}, a.whole(key), dict.fromkeys(scales, a.scale)
+    last = max(versions)
+    parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
+    held = {v: a.params if v == last else a.trained for v in versions}
+    specs: Tree = held, a.optimizer, a.state, a.accumulators, {}, a.whole(key), dict.fromkeys(scales, a.scale)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((versions, optimizer, state, accumulators, {}, key, scales), shardings_of(specs))
-    return WorkerState(*jax.tree.map(jnp.copy, placed))
+    placed = jax.device_put((parts, optimizer, state, accumulators, {}, key, scales), shardings_of(specs))
+    copied, *others = jax.tree.map(jnp.copy, placed)
+    return WorkerState({v: f.trained.joined(params, copied[last]) for v, params in copied.items()}, *others)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
@@ -320,7 +344,7 @@ def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: I
 
 
 def masters_in(plain: Plain) -> Plain | None:
-    """The newest parameters of a layer in float32, if its entry in a snapshot has them besides those in fewer bits.
+    """The newest parameters of a layer in float32, if its entry in a snapshot has masters; frozen ones, which have none, are converted.
 
     Args:
         plain: the entry, with any arrays.
@@ -330,8 +354,21 @@ def masters_in(plain: Plain) -> Plain | None:
     if masters is not None and not isinstance(masters, dict):
         masters = {"array": masters}  # the parameters are one array
     # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
-    same = isinstance(masters, dict) and jax.tree.map(lambda leaf: leaf.shape, masters) == jax.tree.map(lambda leaf: leaf.shape, newest)
-    return masters if same and masters else None
+    if not masters or not _fits(masters, newest):
+        return None
+    return overlaid(jax.tree.map(_in_float32, newest), masters)
+
+
+def _in_float32(leaf: Any) -> Any:
+    dtype = wider(leaf.dtype, jnp.float32)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+
+
+def _fits(part: Any, whole: Any) -> bool:
+    """Whether each leaf of a tree of nested dicts is in another one, of the same shape."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(name in whole and _fits(inner, whole[name]) for name, inner in part.items())
+    return not isinstance(whole, dict) and part.shape == whole.shape
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:

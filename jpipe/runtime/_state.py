@@ -130,7 +130,7 @@ def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], fun
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
     recompute = ("recompute", ", ".join(stage.recompute for stage in plan.stages))
     weights = [(f.specs.params, f.specs.state) for f in functions]
-    optimizer = [f.optimizer_spec for f in functions]
+    optimizer = [(f.optimizer_spec, f.accumulators_spec) for f in functions]
     return (
         *((name, str(value)) for name, value in fields),
         *stages,

@@ -10,6 +10,7 @@ from jpipe.meshes._place import NoPlace
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._functions import StageFunctions
+from jpipe.stages._gradients import has_gradient
 
 
 def measure_bytes(
@@ -20,7 +21,8 @@ def measure_bytes(
     They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
     over the rows only, which is usually more than a device holds.
 
-    Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute.
+    Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute. A half that computes nothing,
+    because all parameters concerned are frozen, takes 0.
 
     Args:
         functions: of the stage.
@@ -29,19 +31,23 @@ def measure_bytes(
         chosen: as in `Arrays`.
     """
     f, a = functions, arrays_of(functions, chosen)
-    kept_arguments, kept_outputs = a.kept
+    (kept_arguments, kept_outputs), unchanged_late = _of_microbatch(a, splits)
+    has_backward, has_weight_gradient = float(f.output_gradient), float(f.output_gradient and has_gradient(f.trained, f.specs.params))
+    backward_input = has_backward * (2.0 if recomputes else 1.0)
     return StageCost(
-        backward=3.0 if recomputes else 2.0,
-        backward_input=2.0 if recomputes else 1.0,
+        backward=backward_input + has_weight_gradient,
+        backward_input=backward_input,
+        backward_weight=has_weight_gradient,
         inputs=nbytes(a.x),
         labels=nbytes(a.labels),
         outputs=nbytes(a.outputs),
         residuals=nbytes((a.saved, kept_arguments, kept_outputs)),
         kept_outputs=nbytes(kept_outputs),
-        stash=nbytes(a.stash) if splits else 0,
+        stash=nbytes(a.stash) - unchanged_late if splits else 0,
         message=nbytes(a.message),
         gradient=0 if f.first else nbytes(a.gradient),
         weights=nbytes((a.params, a.scale)),
+        frozen=nbytes(f.trained.others(a.params)),
         optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
@@ -50,6 +56,24 @@ def measure_bytes(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
         ),
     )
+
+
+def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
+    """What of the kept arguments and outputs each microbatch has of its own, which unchanged layer state is not.
+
+    Returns:
+        The arguments and the outputs; the bytes of unchanged state that the second half of a backward reads, if there are halves.
+    """
+    f, (arguments, outputs) = a.functions, a.kept
+    unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
+    own, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
+    for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
+        if i not in unchanged:
+            own.append(leaf)
+        elif splits and f.reads_argument_late(i):
+            late += nbytes(leaf)
+    made = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
+    return (own, made), late
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,9 +30,14 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
 
 
-def with_gradients(functions: Sequence[StageFunctions]) -> list[StageFunctions]:
-    """The functions of all stages of a plan, that compute and exchange gradients where something before is trained."""
-    found, before = [], dict[str, Tree]()
+def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
+    """The functions of consecutive stages, that compute and exchange gradients unless all parameters before are frozen.
+
+    Args:
+        functions: of the stages.
+        earlier: the parameters of all stages before them, by entry.
+    """
+    found, before = [], dict(earlier)
     for f in functions:
         of_input = not f.first and has_gradient(f.trained, before)
         before |= f.specs.params

@@ -24,7 +24,7 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
         if entry not in common:
             tied = entry in ties.first or any(name not in common for name in ties.places.get(entry, {}).values())
             parts.setdefault("" if tied else entry, []).append(entry)
-    sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.params)) for part in parts.values()]
+    sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.trained)) for part in parts.values()]
     owners = deal([(size[0], size[1]) for size in sizes], f.stage.replicas)
     found: list[list[str]] = [[] for _ in range(f.stage.replicas)]
     for owner, part in zip(owners, parts.values(), strict=True):
@@ -38,4 +38,4 @@ def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, 
     if not held:
         return cost
     optimizer = max(nbytes(share.part(arrays.optimizer)) for share in held)
-    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.given(arrays.params)) for share in held))
+    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.given(arrays.trained)) for share in held))

@@ -17,6 +17,7 @@ from jpipe.programs._costs import StageCost
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._compile import trace_call
 from jpipe.stages._functions import Loss, StageFunctions, stage_functions
+from jpipe.stages._gradients import with_gradients
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -26,12 +27,13 @@ Name = Literal["forward", "backward", "backward_input", "backward_weight", "upda
 class StandaloneStage:
     """One stage of a model without a pipeline: the bytes that it would hold in one, and its programs. It allocates nothing.
 
-    A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input.
+    A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input, nor does one
+    behind frozen parameters only.
 
     Attributes:
         stack: the model.
         stage: its layers, and how they are recomputed.
-        specs: specs of these layers, from `LayerStack.specs`.
+        specs: specs of these layers, from `LayerStack.specs`, and of those before them where the optimizer freezes any.
         labels: shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
         loss: as in `Pipeline`.
         optimizer: from `find_layerwise`.
@@ -67,15 +69,32 @@ class StandaloneStage:
 
         Returns:
             A program with the arguments forward(params, state, x, labels, rng); backward(params, kept, saved, message, accumulators,
-            rng), which donates `accumulators`; update(params, optimizer state, accumulators, norm), which donates the first three. The
-            halves of a backward are those of `StageFunctions`.
+            rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, norm), which donates the first
+            three. The halves of a backward are those of `StageFunctions`.
         """
         return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, new state) that it returned."""
-        return self._functions.residuals.keep(arguments, outputs)
+        """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
+        y, changed = outputs
+        return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
+
+    def trained(self, params: Tree) -> Tree:
+        """What an update takes of the parameters, and returns."""
+        return self._functions.trained.part(params)
+
+    def updated(self, params: Tree, trained: Tree) -> Tree:
+        """The parameters with what an update has returned."""
+        return self._functions.trained.joined(trained, params)
+
+    @property
+    def gradients(self) -> tuple[bool, bool]:
+        """Whether gradients are computed for the input and for the output."""
+        return self._functions.input_gradient, self._functions.output_gradient
 
     @cached_property
     def _functions(self) -> StageFunctions:
-        return stage_functions(self.stack, self.stage, self.specs, self.labels, self.loss, self.optimizer, self.precision)
+        f = stage_functions(self.stack, self.stage, self.specs, self.labels, self.loss, self.optimizer, self.precision)
+        ids = self.stack.ids[: self.stack.ids.index(self.stage.layers[0])]
+        earlier = {layer_id: self.specs[layer_id].params for layer_id in ids if layer_id in self.specs}
+        return with_gradients([f], self.stack.ties.split(earlier))[0]

@@ -34,9 +34,9 @@ def stage_bytes(
     wait, and `simulate` counts up to a quarter more.
 
     Args:
-        weights: bytes of one version.
+        weights: bytes of one version, without frozen parameters.
         optimizer: optimizer state.
-        state: layer state.
+        state: layer state, and frozen parameters, which all versions share.
         residuals: bytes kept from a forward to its backward, with the stage's recomputation.
         inputs: the stage input; its gradient has the same size.
         outputs: the stage output, 0 at the last stage; its gradient has the same size.

@@ -80,10 +80,11 @@ def analyze(
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
     """The bytes that each program must read or write."""
+    backward = cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
-        "backward": cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators,
-        "update": 2 * (cost.weights + cost.optimizer + cost.accumulators),
+        "backward": backward if cost.backward else 0,  # 0 units: all parameters up to here are frozen
+        "update": 2 * (cost.trained + cost.optimizer + cost.accumulators),
     }
 
 

@@ -137,20 +137,21 @@ class _Run:
         begin = time.perf_counter()
         match name:
             case "forward":
-                (y, new_state, saved), done = call(self._params, *self._arguments, self._draw)
-                jax.block_until_ready((y, new_state, saved, done))
+                (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
+                jax.block_until_ready((y, changed, saved, done))
                 end = time.perf_counter()
-                self._left = self._stage.keep(self._arguments, (y, new_state)), saved
+                self._left = self._stage.keep(self._arguments, (y, changed)), saved
             case "backward":
                 result, done = call(self._params, *self._left, self._message, self._sums, self._draw, self._scale)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 self._sums = result[1]
             case "update":
-                result, done = call(self._params, self._optimizer, self._sums, self._norm)
+                result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, self._norm)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
-                self._params, self._optimizer, self._sums, _ = result
+                trained, self._optimizer, self._sums, _ = result
+                self._params = self._stage.updated(self._params, trained)
         return end - begin
 
 

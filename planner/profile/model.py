@@ -85,10 +85,12 @@ class Model:
             text = re.sub("0x[0-9a-f]+", "", str(traced))  # addresses of its functions
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
             entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
-            states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in entries.items()]
+            trained = layerwise.trained.part(entries)
+            states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
+            gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.places.get(layer_id, {}))
-            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, shares, text), layer_id)
+            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
         return found
 
     @cached_property
@@ -104,20 +106,21 @@ class Model:
             found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
         return found
 
-    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none") -> jpipe.stages.StandaloneStage:
-        """Consecutive layers as one stage."""
+    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
+        """Consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
             )
         stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
-        labels = self.batches[rows][1]
-        return jpipe.stages.StandaloneStage(self.stack, stage, self._specs[rows], labels, self.loss, self._layerwise, self.precision)
+        labels, specs = self.batches[rows][1], specs or self._specs[rows]
+        return jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
 
     def gradient_bytes(self, layer_id: str) -> int:
         """The bytes of a layer's accumulated gradients."""
         entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
-        return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(entries))
+        trained = dict(self._layerwise.trained.part(entries))
+        return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(trained))
 
     def _gradient_dtype(self, leaf: Any) -> Any:
         return self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype))
@@ -126,14 +129,16 @@ class Model:
     def shared(self) -> tuple[SharedProfile, ...]:
         """The bytes of the parameters that two or more layers share."""
         entries = self.stack.ties.split({layer_id: spec.params for layer_id, spec in self._first_specs.items()})
-        return tuple(
-            SharedProfile(
-                layers=layers,
-                weights=entries[name].size * self.precision.version_dtype(entries[name].dtype).itemsize,
-                accumulators=entries[name].size * self._gradient_dtype(entries[name]).itemsize,
-                optimizer=_bytes(jax.eval_shape(functools.partial(self._layerwise.init, name), entries[name])),
-            )
-            for name, layers in self.stack.ties.sharers(self.stack.ids).items()
+        sharers = self.stack.ties.sharers(self.stack.ids)
+        return tuple(self._shared_profile(name, entries[name], layers) for name, layers in sharers.items())
+
+    def _shared_profile(self, name: str, spec: Any, layers: tuple[str, ...]) -> SharedProfile:
+        weights = spec.size * self.precision.version_dtype(spec.dtype).itemsize
+        if self._layerwise.trained.excludes(name):
+            return SharedProfile(layers=layers, weights=weights, frozen=weights, accumulators=0)
+        optimizer = _bytes(jax.eval_shape(functools.partial(self._layerwise.init, name), spec))
+        return SharedProfile(
+            layers=layers, weights=weights, accumulators=spec.size * self._gradient_dtype(spec).itemsize, optimizer=optimizer
         )
 
     @cached_property
@@ -238,7 +243,13 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         )
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
         cost = own[model.sizes[0], "none"]
-        sizes = {"weights": cost.weights, "accumulators": model.gradient_bytes(layer_id), "optimizer": cost.optimizer, "state": cost.state}
+        sizes = {
+            "weights": cost.weights,
+            "frozen": cost.frozen,
+            "accumulators": model.gradient_bytes(layer_id),
+            "optimizer": cost.optimizer,
+            "state": cost.state,
+        }
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)

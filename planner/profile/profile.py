@@ -80,6 +80,7 @@ class LayerProfile(_Data):
     Attributes:
         id: its name in the model.
         weights: bytes of its parameters.
+        frozen: bytes of those that the optimizer never changes, a part of `weights`.
         accumulators: bytes of its accumulated gradients; by default as many as `weights`.
         optimizer: bytes of its optimizer state.
         state: bytes of its layer state.
@@ -90,6 +91,7 @@ class LayerProfile(_Data):
 
     id: Annotated[str, Field(min_length=1)]
     weights: Bytes
+    frozen: Bytes = 0
     accumulators: Bytes = 0
     optimizer: Bytes = 0
     state: Bytes = 0
@@ -112,10 +114,12 @@ class SharedProfile(_Data):
         weights: the parameter.
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
+        frozen: as many bytes as `weights` if the optimizer never changes it, else 0.
     """
 
     layers: Annotated[tuple[str, ...], Field(min_length=2)]
     weights: Bytes
+    frozen: Bytes = 0
     accumulators: Bytes
     optimizer: Bytes = 0
 
@@ -166,6 +170,8 @@ class Profile(_Data):
             if layer.id in seen:
                 raise ValueError(f"layer '{layer.id}' occurs twice; give each layer its own id")
             seen.add(layer.id)
+            if layer.frozen > layer.weights:
+                raise ValueError(f"layer '{layer.id}': expected at most {layer.weights} frozen bytes, its weights, found {layer.frozen}")
             if len(layer.at) != len(self.sizes):
                 raise ValueError(f"layer '{layer.id}': expected costs for each of {len(self.sizes)} sizes, found {len(layer.at)}")
             for rows, at in zip(self.sizes, layer.at, strict=True):
@@ -186,7 +192,7 @@ class Profile(_Data):
             raise ValueError(f"shared: layer '{unknown[0]}' is not among the layers; {jpipe.errors.nearest(unknown[0], self.ids)}")
         if len(set(parameter.layers)) < len(parameter.layers):
             raise ValueError(f"shared: expected different layers, found {', '.join(parameter.layers)}")
-        for name in ("weights", "accumulators", "optimizer"):
+        for name in ("weights", "frozen", "accumulators", "optimizer"):
             for layer in self.layers:
                 if layer.id in parameter.layers and getattr(layer, name) < sum(
                     getattr(other, name) for other in self.shared if layer.id in other.layers
@@ -209,6 +215,7 @@ class Profile(_Data):
                 backward=at.backward,
                 outputs=at.outputs,
                 weights=layer.weights,
+                frozen=layer.frozen,
                 accumulators=layer.accumulators,
                 optimizer=layer.optimizer,
                 state=layer.state,

@@ -133,7 +133,7 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     shared = []
     for one in profile.shared:
         left = _left(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
-        sizes = {name: int(getattr(one, name) * left) for name in ("weights", "accumulators", "optimizer")}
+        sizes = {name: int(getattr(one, name) * left) for name in ("weights", "frozen", "accumulators", "optimizer")}
         shared.append(SharedProfile(layers=one.layers, **sizes))
     fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep what was computed of the old ones
     return Profile(
@@ -198,7 +198,7 @@ def _layer(
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * left * (1 - 1 / held)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {name: math.ceil(getattr(layer, name) * left / held) for name in ("weights", "accumulators", "optimizer")}
+    bytes_ = {name: math.ceil(getattr(layer, name) * left / held) for name in ("weights", "frozen", "accumulators", "optimizer")}
     return layer.model_copy(update={**bytes_, "update": layer.update * left / held, "at": tuple(at)})
 
 

@@ -101,9 +101,9 @@ def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
         fused = rules.fuses(plan, s)  # residuals are scratch memory of the one program
         found.append(
             stage_bytes(
-                weights=cost.weights,
+                weights=cost.trained,
                 optimizer=cost.optimizer,
-                state=cost.state,
+                state=cost.state + cost.frozen,
                 residuals=0 if fused else cost.residuals,
                 inputs=cost.inputs,
                 outputs=cost.outputs,

@@ -194,7 +194,8 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
         found.append(
-            versions_alive(plan, s) * sum(layer.weights for layer in own) + sum(layer.accumulators + layer.optimizer for layer in own)
+            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in own)
+            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in own)
         )
     return found
 

@@ -204,9 +204,9 @@ class _Sweep:
         in_flight = flown.in_flight
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
-            stages.weights,
+            stages.weights - stages.frozen,
             stages.optimizer,
-            stages.state,
+            stages.state + stages.frozen,
             stages.residuals[:, None],
             stages.inputs,
             stages.outputs,

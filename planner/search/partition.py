@@ -209,9 +209,9 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
         held.append(
             stage_bytes(
-                weights=sum(layer.weights for layer in own),
+                weights=sum(layer.trained for layer in own),
                 optimizer=sum(layer.optimizer for layer in own),
-                state=sum(layer.state for layer in own),
+                state=sum(layer.state + layer.frozen for layer in own),
                 residuals=residuals,
                 inputs=inputs,
                 outputs=0 if last else own[-1].outputs,

@@ -29,10 +29,10 @@ class Ranges:
         self._forward = _sums([layer.forward for layer in layers])
         self._compute = _sums([layer.forward + layer.backward for layer in layers])
         self._update = _sums([layer.update for layer in layers])
-        self._weights = _sums([layer.weights for layer in layers])
+        self._weights = _sums([layer.trained for layer in layers])
         self._summed = _sums([layer.summed for layer in layers])
         self._optimizer = _sums([layer.optimizer for layer in layers])
-        self._state = _sums([layer.state for layer in layers])
+        self._state = _sums([layer.state + layer.frozen for layer in layers])
         self._temporary = _Most([layer.temporary for layer in layers])
         self._residuals = {
             policy: (_sums([layer.residuals.get(policy, 0) for layer in layers]), _sums([layer.shared.get(policy, 0) for layer in layers]))

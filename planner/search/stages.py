@@ -23,6 +23,7 @@ class Stages:
         backward: the same, by policy, including recomputation.
         update: seconds, including dispatch.
         weights: bytes of one version.
+        frozen: the part of `weights` that all versions share.
         accumulators: bytes of accumulated gradients.
         optimizer: bytes.
         state: bytes.
@@ -40,6 +41,7 @@ class Stages:
     backward: Any
     update: Any
     weights: Any
+    frozen: Any
     accumulators: Any
     optimizer: Any
     state: Any
@@ -74,7 +76,7 @@ class Layers:
     @cached_property
     def _once(self) -> dict[str, Any]:
         """The parts that do not depend on the microbatch size."""
-        names = ("update", "weights", "accumulators", "optimizer", "state")
+        names = ("update", "weights", "frozen", "accumulators", "optimizer", "state")
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
     def _summed(self, first: Any) -> dict[str, Any]:
@@ -83,10 +85,10 @@ class Layers:
         found["exchanged"] = found["sent"] = np.zeros_like(first)
         for parameter in self._profile.shared:
             uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
-            for name in ("weights", "accumulators", "optimizer"):
+            for name in ("weights", "frozen", "accumulators", "optimizer"):
                 found[name] = found[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
             holders = np.count_nonzero(uses)
-            sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)
+            sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one
             found["exchanged"], found["sent"] = found["exchanged"] + holders * sizes, found["sent"] + (holders - 1) * sizes
         return found
 

@@ -93,7 +93,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
         for s in range(last if fused else d):
             r = k % replicas[s]
             arguments = state[s][r], x, labels if s == last else None
-            x, state[s][r], saved = calls[s]["forward"](read[s], *arguments, draw[s])
+            x, changed, saved = calls[s]["forward"](read[s], *arguments, draw[s])
+            state[s][r] = functions[s].changed.joined(changed, state[s][r])
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
         if op == "FI":
@@ -101,7 +102,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             x, state[last][r], sums[last][r] = in_halves(functions[last], calls[last], read[last], before, sums[last][r], rest)
         if op == "FB":
             arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
-            x, sums[last][r], state[last][r] = calls[last]["forward_backward"](*arguments)
+            x, sums[last][r], changed = calls[last]["forward_backward"](*arguments)
+            state[last][r] = functions[last].changed.joined(changed, state[last][r])
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
         totals = {}
@@ -119,7 +121,9 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
-            versions[s][g + 1], optimizer[s], _, mean = calls[s]["update"](versions[s][g], optimizer[s], total, norm)
+            trained = functions[s].trained
+            new, optimizer[s], _, mean = calls[s]["update"](trained.part(versions[s][g]), optimizer[s], total, norm)
+            versions[s][g + 1] = trained.joined(new, versions[s][g])
             found |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
             state = [mean_states(own) if len(own) > 1 else own for own in state]
@@ -139,7 +143,8 @@ def next_scale(dynamic, scale, growing, nonfinite):
 
 def in_halves(f, calls, params, arguments, sums, rest):
     """A forward and a backward in two halves at the last stage: (gradient message, new state, accumulators)."""
-    message, state, made = calls["forward_backward_input"](params, *arguments, *rest)
+    message, changed, made = calls["forward_backward_input"](params, *arguments, *rest)
+    state = f.changed.joined(changed, arguments[0])
     return message, state, calls["backward_weight"](params, *f.stash_of(arguments, state, made), sums, *rest)
 
 

@@ -67,7 +67,7 @@ def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -
     )
 
 
-def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, **options: Any) -> None:
+def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, optimizer=None, **options: Any) -> None:
     """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference.
 
     `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
@@ -77,10 +77,10 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         if len(plan.workers) == plan.depth
         else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
     )  # replicas share what is compiled
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
+    pipe = Pipeline(stack, plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, *options.items()
+    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe._functions(batches[0])
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight", "update", "sum_squares")

@@ -79,19 +79,21 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The layers with the moving average of the parameters in place of the parameters, in their dtypes."""
-    found = {}
+    found, known = {}, False
     for layer_id, parts in layers.items():
         masters, optimizer = jpipe.runtime.masters_in(parts), parts.get("optimizer")
         newest = by_path(masters or parts.get("params", {}).get("0", {}))
         held = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer
         averages = by_path(held.get("weights_ema", {})) if isinstance(held, Mapping) else {}
-        if averages.keys() != newest.keys():
-            raise InputError(
-                f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{layer_id}'); "
-                "leave it out, or train with optimizer.ema_decay"
-            )
-        params = {path: np.asarray(averages[path]).astype(leaf.dtype) for path, leaf in newest.items()}
+        known = known or bool(averages)
+        # The average of a parameter that is not trained is the parameter itself.
+        params = {path: np.asarray(averages.get(path, leaf)).astype(leaf.dtype) for path, leaf in newest.items()}
         found[layer_id] = {"params": {"0": params}} | {name: parts[name] for name in ("state",) if name in parts}
+    if not known:
+        raise InputError(
+            f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{next(iter(layers))}'); "
+            "leave it out, or train with optimizer.ema_decay"
+        )
     return found
 
 
