@@ -247,7 +247,11 @@ def to_disk(path: Path) -> None:
 
 def shown(path: Path) -> str:
     """A path for messages: relative to the current folder, if it is inside it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    try:
+        current = Path.cwd()
+    except OSError:  # somebody has removed it
+        return str(path)
+    return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
 
 def _open(path: Path, flags: int) -> int:

@@ -58,10 +58,10 @@ def begin(folder: Path, step: int | None) -> list[str]:
     for later in [number for number in _numbers(folder) if step is None or number > step]:
         at = _place(folder, later)
         try:
-            if (at / MARKER).exists() and not at.is_symlink():
-                kept.append(_renamed(at).name)
-            else:
+            if at.is_symlink() or not (at / MARKER).exists():
                 _remove(at)
+            else:
+                kept.append(_renamed(at).name)
         except OSError as error:
             raise InputError(f"{at}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away") from None
     return kept
@@ -437,8 +437,10 @@ def _renamed(place: Path) -> Path:
     """Give a checkpoint a name that no other has, and that is not the name of a checkpoint.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: it cannot be renamed, or holds something that no checkpoint has.
     """
+    if other := _not_ours(place):
+        raise OSError(errno.EPERM, other, str(place))
     for number in itertools.count(1):
         other = place.with_name(f"{place.name}.old" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(other):

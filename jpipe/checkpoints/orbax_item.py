@@ -1,11 +1,13 @@
 """One process's part of a checkpoint, as an Orbax item that plain Orbax reads as well: the only code here that knows Orbax."""
 
+import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -42,7 +44,8 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
     if not jax.tree.leaves(item):
         item[_NO_LAYER] = np.zeros(0)  # Orbax warns of an item without any array, and refuses one without anything
     try:
-        _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))
+        with _without_tracebacks():
+            _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))
     except Exception as error:
         code = _OS_ERROR.search(str(error))
         if code is None:
@@ -51,6 +54,21 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     _compare(path, item)
     return files
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep Orbax from logging the tracebacks of its threads, whose exceptions are raised as well."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 def _compare(path: Path, item: Tree) -> None:

@@ -83,6 +83,10 @@ def _default() -> Path:
         home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # a relative one is to be ignored, says the standard
     except RuntimeError:
         raise OSError(0, "there is no home folder", "~") from None
+    try:
+        str(home).encode()
+    except UnicodeEncodeError:  # JAX takes text in UTF-8 only
+        raise OSError(0, "its name is not UTF-8", os.fsencode(home).decode(errors="backslashreplace")) from None
     return home / "jpipe" / f"compiled-{_processor()}"
 
 

@@ -296,21 +296,25 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
 
 
 def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> tuple[int | None, Facts | None]:
-    """The newest checkpoint that can be restored, as far as that can be known from its files alone, and what it says."""
+    """The newest checkpoint that can be restored, as far as its files tell, and what it says.
+
+    Raises:
+        NotRestorable: there is none, but there is one whose files are whole and whose contents are not as jpipe writes them.
+    """
     from jpipe.checkpoints import files as checkpoint_files
 
-    def said(line: str) -> None:
-        report(passed_over(line))
-
-    while (step := checkpoint_files.newest_good(folder, said, before)) is not None:
+    first: NotRestorable | None = None
+    while (step := checkpoint_files.newest_good(folder, lambda line: report(passed_over(line)), before)) is not None:
         try:
             facts = _facts_of(folder, step)
             Resumed(folder, step, facts, ()).rows()
         except NotRestorable as error:
-            said(str(error).splitlines()[0])
-            before = step
+            report(passed_over(str(error).splitlines()[0]))
+            first, before = first or error, step
         else:
             return step, facts
+    if first is not None:
+        raise first
     return None, None
 
 

@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

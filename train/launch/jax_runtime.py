@@ -5,10 +5,9 @@ import os
 
 import jax
 
-from jpipe import InputError
 from jpipe.processes import jax_internals
 from jpipe.processes.addresses import is_loopback, own_loopback
-from train.launch.rendezvous import Address
+from train.launch.rendezvous import Address, NotConnected
 
 # After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
 # longer than a laptop sleeps. jpipe's own channel does not include that time, and detects a lost process within a minute.
@@ -50,7 +49,7 @@ def start(
             coordinator_bind_address=None if listen is None else str(listen),
         )
     except jax.errors.JaxRuntimeError as error:
-        raise InputError(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+        raise NotConnected(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
     if is_loopback(coordinator.host):
         jax_internals.keep_gloo_at(own_loopback())
 

@@ -21,6 +21,13 @@ from jpipe.processes.handshake import Caller, Door
 _PURPOSE = "meeting"  # of these connections, in the handshake
 _PATIENCE = 5.0  # seconds that process 0 may take to answer after its own limit
 _RETRY = 0.2
+_DID_NOT_CONNECT = "did not connect to"
+
+
+class NotConnected(InputError):
+    """Processes have not found each other, perhaps because some were late."""
+
+    may_pass = True  # when all are started again
 
 
 class Address(NamedTuple):
@@ -133,10 +140,10 @@ def join(address: Address, process_id: int, num_processes: int, limit: float, se
             return link
         link.close()
         if answer is not None:
-            raise InputError(answer.removeprefix("no "))
+            raise (NotConnected if _DID_NOT_CONNECT in answer else InputError)(answer.removeprefix("no "))
         reason = "it closed the connection"
         time.sleep(_RETRY)
-    raise InputError(
+    raise NotConnected(
         f"process {process_id} cannot reach the coordinator, process 0, at {address} within {limit:g} s ({reason}); check that process 0 "
         "was started there, that the address is right and that no firewall is between; --connect-limit waits longer"
     )
@@ -190,7 +197,7 @@ def _absent(missing: set[int], address: Address, num_processes: int, limit: floa
     named = f"{', '.join(map(str, sorted(missing)[:8]))}{', …' if len(missing) > 8 else ''}"
     one = len(missing) == 1
     return (
-        f"process{'' if one else 'es'} {named} of {num_processes} did not connect to {address} within {limit:g} s; check that "
+        f"process{'' if one else 'es'} {named} of {num_processes} {_DID_NOT_CONNECT} {address} within {limit:g} s; check that "
         f"{'it was' if one else 'they were'} started, with the same coordinator, and can reach it; --connect-limit waits longer"
     )
 
@@ -199,7 +206,7 @@ def _refuse(everybody: Iterable[Caller], reason: str) -> NoReturn:
     for caller in everybody:
         caller.answer(f"no {reason}")
         caller.link.close()
-    raise InputError(reason)
+    raise (NotConnected if _DID_NOT_CONNECT in reason else InputError)(reason)
 
 
 def _ask(link: socket.socket, address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None) -> str | None:

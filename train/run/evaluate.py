@@ -27,7 +27,7 @@ from train.data.targets.buckets import AllBatches, HeldOutBatches
 from train.launch.together import facts, joined
 from train.report.metrics_log import RunStopped, mean_of, means_of
 from train.run.loop import reason
-from train.run.starting import begin, read_layers
+from train.run.starting import begin, read_checkpoint
 
 _AHEAD = 2  # batches whose numbers are waited for later, so that devices always have work
 _OR_NULL = ", or null for the standard library's source"  # of a key's value, not of an option's
@@ -113,7 +113,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         resumed = together.run_on_all(lambda: resume.at(place, step))
         try:
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.Counted()):
-                layers, damaged = read_layers(config, pipe, batches, together, resumed)
+                layers, damaged = read_checkpoint(config, pipe, batches, together, resumed)
                 if layers is None:
                     raise together.shared(InputError(damaged))
                 state = begin(config, pipe, batches, resumed, layers)

@@ -35,7 +35,7 @@ from train.report.measure import Measure
 from train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from train.report.summary import Summary, print_summary, stages_of, write_report
 from train.run.delay import delay_words
-from train.run.starting import begin, check_shared, go_on, make_folder, read_layers, starting_params, tell_resumed
+from train.run.starting import begin, check_shared, go_on, make_folder, read_checkpoint, starting_params, tell_resumed
 from train.run.training import Training
 
 _MANY_LAYERS = 100  # checking so many takes seconds, a thousand about a minute and a half
@@ -127,7 +127,7 @@ def prepared(
         together.agree(lambda pipe=pipe, batches=batches: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         if resumed is None:
             return pipe, batches, None, None
-        layers, wrong = read_layers(config, pipe, batches, together, resumed)
+        layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
         if layers is not None:
             return pipe, batches, resumed, layers
         if fixed:

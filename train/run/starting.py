@@ -110,7 +110,7 @@ def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> list[s
     return checkpoint_files.begin(folder, step)
 
 
-def read_layers(
+def read_checkpoint(
     config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed
 ) -> tuple[dict[str, Any] | None, str]:
     """The layers of this process's workers; or None and what is damaged, in all processes if one finds some of its layers damaged.

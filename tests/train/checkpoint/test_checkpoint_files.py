@@ -422,7 +422,7 @@ def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
     write_layers(run, 30, layers_of(1), 1)
     begin(run, 20)
     assert sorted(os.listdir(run / "checkpoints")) == ["00000010", "00000020"]
-    begin(run, 10)
+    assert begin(run, 10) == ["00000020.old"], "a later one that was complete is kept under another name"
     assert newest_good(run, print) == 10
     with pytest.raises(
         jpipe.InputError, match=r"expected no checkpoint where a run begins, found that of step 10; resume, or choose another run\.dir$"
@@ -431,7 +431,7 @@ def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
     assert steps(run) == [10]
     (place(run, 10) / "checkpoint.json").unlink()
     begin(run, None)
-    assert os.listdir(run / "checkpoints") == []
+    assert os.listdir(run / "checkpoints") == ["00000020.old"]
 
 
 def test_an_item_is_written_again_over_what_a_killed_process_left(run):

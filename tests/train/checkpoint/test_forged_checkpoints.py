@@ -28,7 +28,7 @@ from train.config.config import Config, PlanConfig
 from train.config.config_file import to_yaml
 from train.console.progress import Reporter
 from train.launch.together import Together
-from train.run.starting import begin
+from train.run.starting import read_checkpoint
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
 FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}
@@ -281,7 +281,7 @@ def test_shapes_are_held_against_the_model_before_anything_is_read(tiny, monkeyp
     complete(tmp_path, 20, 1, FACTS)
     monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
-        begin(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
+        read_checkpoint(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
 
 
 def test_a_refused_export_is_one_message_and_nothing_else(run, place, capfd):

@@ -1,0 +1,272 @@
+"""How a run ends that has lost something, or may try again: with a message and exit code 1; 2 is for what the user has to change."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.records import marker_text
+from tests.train.conftest import changed
+from tests.train.run.test_loop import rows_of
+from train.checkpoint import checkpoints
+from train.checkpoint.run_folder import RunFolder
+from train.console.exit_codes import code_of
+from train.data import documents
+from train.launch.together import ReportedElsewhere
+from train.report.metrics_log import RunStopped
+from train.run import job, loop
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """It takes longer than the run."""
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
+
+
+@pytest.fixture
+def saved(tiny):
+    """A config that writes checkpoints."""
+    return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 9}, "log": []}
+
+
+def before(monkeypatch, step, action):
+    """Do something before the run feeds a batch, once all checkpoints begun are written."""
+    real = checkpoints.Checkpoints.arm
+
+    def arm(self, at):
+        if at == step:
+            self.finish()
+            action()
+        real(self, at)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+
+
+def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
+    step, drain = jpipe.Pipeline.step, jpipe.Pipeline.drain
+    nothing = jpipe.Metrics.empty()
+    monkeypatch.setattr(jpipe.Pipeline, "step", lambda *args, **options: (step(*args, **options)[0], nothing))
+    monkeypatch.setattr(jpipe.Pipeline, "drain", lambda *args, **options: (drain(*args, **options)[0], nothing))
+    with pytest.raises(RunStopped, match="the run came to its end without a loss of steps 0 to 6"):
+        loop.main(changed(saved))
+
+
+@pytest.mark.parametrize("cause", ["disk", "nobody knows"])
+def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monkeypatch):
+    write = checkpoint_files.write_layers
+
+    def full(folder, step, layers, process):
+        if step == 7:
+            raise OSError(28, "No space left on device")
+        return write(folder, step, layers, process)
+
+    if cause == "disk":
+        monkeypatch.setattr(checkpoint_files, "write_layers", full)
+    else:
+        arm = checkpoints.Checkpoints.arm
+        monkeypatch.setattr(checkpoints.Checkpoints, "arm", lambda self, step: None if step == 6 else arm(self, step))
+    config = changed(saved, checkpoint={"on_full_disk": "train"})
+    with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
+        loop.main(config)
+    monkeypatch.undo()
+    assert loop.main(config).steps == 7, "it goes on from step 6"
+    assert loop.main(config).steps == 7, "nothing is left to do, which is no failure"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("removed", r"metrics\.jsonl' was moved or removed while the run was training"),
+        ("cut", r"metrics\.jsonl' was changed: expected [\d,]+ bytes, found 10, while the run was training"),
+        ("replaced", r"metrics\.jsonl' was replaced by another file while"),
+        ("edited", r"the rows in '.*metrics\.jsonl' were changed while"),
+        ("folder moved", r"/run' was moved or removed while"),
+        ("folder copied", r"metrics\.jsonl' was replaced by another file while"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["stop", pytest.param("train", marks=pytest.mark.slow)])
+def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeypatch):
+    folder, elsewhere = Path(saved["run"]["dir"]), tmp_path / "elsewhere"
+    rows = folder / "metrics.jsonl"
+
+    def harm():
+        match damage:
+            case "removed":
+                rows.unlink()
+            case "cut":
+                os.truncate(rows, 10)
+            case "replaced":
+                content = rows.read_bytes()
+                rows.rename(elsewhere)
+                rows.write_bytes(content)
+            case "edited":
+                rows.write_bytes(rows.read_bytes().replace(b"loss", b"lost", 1))
+            case "folder moved":
+                folder.rename(elsewhere)
+            case "folder copied":
+                folder.rename(elsewhere)
+                shutil.copytree(elsewhere, folder)
+
+    before(monkeypatch, 5, harm)
+    with pytest.raises(RunStopped, match=message) as stopped:
+        loop.main(changed(saved, checkpoint={"on_full_disk": policy}))
+    if damage == "folder moved":
+        assert not folder.exists(), "it is not made again"
+        assert "no checkpoint is left there" in str(stopped.value)
+        elsewhere.rename(folder)
+    else:
+        assert str(stopped.value).endswith("its newest checkpoint is of step 4, from which it resumes")
+    assert checkpoint_files.steps(folder) == [2, 4]
+    monkeypatch.undo()
+    assert [row["step"] for row in rows_of(loop.main(changed(saved)).folder)] == list(range(7))
+
+
+def test_rows_lost_after_the_last_checkpoint_end_the_run(saved, monkeypatch):
+    finish = checkpoints.Checkpoints.finish
+    rows = Path(saved["run"]["dir"]) / "metrics.jsonl"
+
+    def then_removed(self):
+        finish(self)
+        if self.written == 7:
+            rows.unlink()
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "finish", then_removed)
+    with pytest.raises(RunStopped, match=r"was moved or removed while the run was training; its newest checkpoint is of step 7"):
+        loop.main(changed(saved))
+
+
+def sealed(place: Path) -> None:
+    """Make the hashes of a checkpoint fit what is left of it, as versions of jpipe have done that listed the files afterwards."""
+    item, marker = (json.loads((place / name).read_text()) for name in ("process-0.json", "checkpoint.json"))
+    item["files"] = {name: facts for name, facts in item["files"].items() if (place / "process-0" / name).exists()}
+    (place / "process-0.json").write_text(json.dumps(item))
+    digest = hashlib.sha256((place / "process-0.json").read_bytes()).hexdigest()
+    (place / "checkpoint.json").write_text(marker_text(marker["step"], {"process-0.json": digest}, marker["rows"], marker["facts"]))
+
+
+@pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
+def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
+    config = changed(saved, train={"steps": 6})
+    folder = loop.main(config).folder
+    place = folder / "checkpoints" / "00000006"
+    whole = rows_of(folder)
+    if lost == "facts":
+        marker = json.loads((place / "checkpoint.json").read_text())
+        marker["facts"]["devices"] = "many"
+        (place / "checkpoint.json").write_text(marker_text(6, marker["items"], marker["rows"], marker["facts"]))
+    else:
+        sizes = {file: file.stat().st_size for file in (place / "process-0").rglob("d/*")}
+        next(file for file in sizes if ("ocdbt.process_0" in str(file)) == (lost == "arrays")).unlink()
+        sealed(place)
+    if lost == "arrays":  # so that only who reads the arrays finds it out
+        monkeypatch.setattr(checkpoint_files, "layer_specs", lambda folder, step, real=checkpoint_files.layer_specs: real(folder, 4))
+    capsys.readouterr()
+    assert loop.main(config).steps == 6
+    told = capsys.readouterr().out.splitlines()
+    [line] = [line for line in told if line.startswith("checkpoint: ")]
+    assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
+    assert line.endswith("; the one before is tried")
+    assert "resumes at step 4" in told
+    assert f"checkpoints of later steps are kept as 00000006.old in '{folder / 'checkpoints'}'" in told
+    assert checkpoint_files.steps(folder) == [2, 4, 6]
+    assert (folder / "checkpoints" / "00000006.old" / "checkpoint.json").exists(), "the damaged one is not removed"
+    assert rows_of(folder) == whole
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
+    folder = loop.main(changed(saved, train={"steps": 6})).folder
+    whole = rows_of(folder)
+    with pytest.raises(InputError, match=rf"--from-checkpoint: expected one of 2, 4, 6, those in '{folder}', found 5"):
+        loop.main(changed(saved), from_checkpoint=5)
+    with pytest.raises(InputError, match="--from-checkpoint: would mean nothing with --resume never"):
+        loop.main(changed(saved), from_checkpoint=4, resume="never")
+    with pytest.raises(InputError, match=r"--from-checkpoint: expected a run\.dir to resume in, found none"):
+        loop.main(changed(saved, run={"dir": None}), from_checkpoint=4)
+    capsys.readouterr()
+    assert loop.main(changed(saved, train={"steps": 6}), from_checkpoint=4).steps == 6
+    assert "resumes at step 4" in capsys.readouterr().out
+    assert rows_of(folder) == whole
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"00000002", "00000004", "00000006", "00000006.old"}
+
+
+def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkeypatch, capsys):
+    read, windows = documents.Documents.read, []
+    monkeypatch.setattr(documents.Documents, "read", lambda self, start, stop: windows.append(start) or read(self, start, stop))
+    for steps, size in ((2, 8), (6, 4), (9, 16)):  # 96 rows of the 449 that there are
+        loop.main(changed(saved, train={"steps": steps, "batch_size": size, "eval_batches": 1}))
+    told = capsys.readouterr().out
+    assert "the training data go on at row 16" in told
+    assert "the training data go on at row 32" in told
+    facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 9)["data"]
+    assert facts["batch_size"] == 16
+    assert facts["position"] == {"batch": 9, "rows": [80], "pieces": 8}
+    assert facts["order"] == {"batch": 6, "rows": [32], "pieces": 8}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT, errno.EACCES])
+def test_data_that_cannot_be_read_in_mid_run_end_it_with_code_1(number, saved, monkeypatch, capsys):
+    read = documents.Documents.read
+
+    def fails(self, start, stop):
+        if armed:
+            try:
+                raise OSError(number, os.strerror(number), "data.bin")
+            except OSError as error:
+                raise InputError(f"data.path: cannot read 'data.bin': {error.strerror}; give files that can be read") from None
+        return read(self, start, stop)
+
+    armed: list = []
+    monkeypatch.setattr(documents.Documents, "read", fails)
+    before(monkeypatch, 3, lambda: armed.append(True))
+    with pytest.raises(RunStopped, match=rf"data\.path: cannot read 'data\.bin': {os.strerror(number)}"):
+        loop.main(changed(saved))
+
+
+def raised(number: int, kind: type[OSError] = OSError) -> InputError:
+    try:
+        try:
+            raise kind(number, os.strerror(number))
+        except OSError as error:
+            raise InputError(f"data.path: cannot read: {error.strerror}") from None
+    except InputError as error:
+        return error
+
+
+def test_the_code_tells_what_another_try_may_cure():
+    passing = {"EIO", "ESTALE", "ETIMEDOUT", "ENOSPC", "EDQUOT", "ENOTCONN", "ECONNRESET", "EMFILE", "EAGAIN", "EBUSY", "EADDRINUSE"}
+    lasting = {"ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EINVAL", "EROFS", "EEXIST", "EFBIG"}
+    assert {name for name in passing | lasting if code_of(raised(getattr(errno, name))) == 1} == passing
+    assert code_of(InputError("a mistake")) == 2
+    assert ReportedElsewhere(1, "process 0", raised(errno.EIO)).code == 1
+    assert ReportedElsewhere(1, "process 0", InputError("a mistake")).code == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2), (errno.EACCES, 2)])
+def test_a_disk_that_is_out_of_order_at_the_start_may_be_tried_again(number, code, saved, tmp_path, monkeypatch, capsys):
+    config, text = tmp_path / "config.yaml", Path(saved["data"]["path"])
+    config.write_text(json.dumps(saved))
+    read = Path.read_bytes
+
+    def fails(self):
+        if self == text:
+            raise OSError(number, os.strerror(number), str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    assert job.train(str(config), [], False, "auto", job.Address(None, None, None, None), 60.0, 45.0) == code
+    assert capsys.readouterr().err == f"jpipe: data.path: cannot read '{text}': {os.strerror(number)}; give files that can be read\n"
+    assert not Path(saved["run"]["dir"]).exists()
+
+
+def test_a_folder_in_which_another_run_still_trains_may_be_tried_again(saved, monkeypatch):
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), num_stages=2)
+    with RunFolder(changed(saved), plan), pytest.raises(InputError, match=r"run\.dir: another process is training in") as refused:
+        RunFolder(changed(saved), plan, resumes=True)
+    assert code_of(refused.value) == 1
