@@ -73,14 +73,13 @@ class Walk:
     def _scan(self, equation: Any, given: list[Dims]) -> list[Dims]:
         """A scan: what it goes over has one dim more outside than inside. Its body is walked through once, and counted for each turn."""
         params, body = equation.params, equation.params["jaxpr"].jaxpr
-        ahead = params["num_consts"] + params["num_carry"]
         before = self.reduced, self.reductions, self.flops, self.all_flops
-        found = self.run(body, [*given[:ahead], *(dims[1:] for dims in given[ahead:])])
+        found = self.run(body, [dims[-var.aval.ndim :] if var.aval.ndim else () for var, dims in zip(body.invars, given, strict=True)])
         after = self.reduced, self.reductions, self.flops, self.all_flops
         self.reduced, self.reductions, self.flops, self.all_flops = (
             first + params["length"] * (last - first) for first, last in zip(before, after, strict=True)
         )
-        return [dims if n < params["num_carry"] else (False, *dims) for n, dims in enumerate(found)]
+        return [(False,) * (out.aval.ndim - len(dims)) + dims for out, dims in zip(equation.outvars, found, strict=True)]
 
     def sum(self, out: Any) -> None:
         """An array is summed over the devices."""
