@@ -1,24 +1,27 @@
 # The commands of this project; `make help` lists them. Each sets up what it needs; only python3 (3.11 or newer) and make must be installed.
-PYTHON ?= python3
+# .venv has the newest Python here, and so the newest JAX; `make PYTHON=/path/to/python3.11 …` makes it with another one.
+ifndef PYTHON
+PYTHON := $(or $(shell .ci/find-python 3.14 3.13 3.12 3.11),python3)
+endif
 PYTEST_ARGS ?=
 VENV := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests compiles all modules again, and rewrites all assertions
 # Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
-# The programs of small models take longer to compile than to run. So compiled, all tests take half as long. What is about numbers runs once
-# more in `make test-slow`, compiled like the programs of users.
-QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false
+# So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
+QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
 NONE_IS_FINE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # where only some of the tests are asked for
 
-define on_newest
-if [ -x .venv-newest/bin/python ] || [ -n "$$(.ci/newest-python)" ]; then \
-	$(MAKE) --no-print-directory .venv-newest/ready && .venv-newest/bin/$(PYTEST) $(1) $(PYTEST_ARGS); \
-else echo "No Python 3.12 or newer found: the tests on the newest JAX are skipped."; fi
+define on_oldest
+if [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
+elif [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
+	echo "Python 3.11 is that of .venv already: the tests on the oldest Python and JAX are skipped."; \
+else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m oldest $(PYTEST_ARGS); fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-newest test-all check wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-oldest test-all check wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -33,12 +36,12 @@ test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for the
 	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "slow and not exhaustive and not numbers" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
-test-newest: ## Run the tests marked `newest` on the newest Python and JAX, where there is Python 3.12 or newer
-	@$(call on_newest,-m newest)
+test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the JAX for it, where .venv has a newer one
+	@$(call on_oldest)
 
-test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `newest` once more on the newest Python and JAX
+test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `oldest` once more on Python 3.11 and the JAX for it
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
-	@$(call on_newest,-m newest)
+	@$(call on_oldest)
 
 check: .venv/ready ## Format, lint, types, directions of imports, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
@@ -85,7 +88,7 @@ pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
-	rm -rf .venv .venv-newest .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -96,10 +99,10 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv-newest/ready: pyproject.toml constraints.txt
-	@echo "Setting up .venv-newest (once; a minute or two) ..."
-	@[ -x .venv-newest/bin/pip ] || "$$(.ci/newest-python)" -m venv .venv-newest
-	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+.venv-oldest/ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv-oldest (once; a minute or two) ..."
+	@[ -x .venv-oldest/bin/pip ] || "$$(.ci/find-python 3.11)" -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
@@ -108,7 +111,7 @@ TORCH ?= torch==2.13.0+cpu
 TRANSFORMERS ?= transformers==5.23.0 safetensors==0.8.0
 .venv-torch/ready: Makefile
 	@echo "Setting up .venv-torch (once) ..."
-	@[ -x .venv-torch/bin/pip ] || $(PYTHON) -m venv .venv-torch
+	@[ -x .venv-torch/bin/pip ] || "$(or $(shell .ci/find-python 3.11),$(PYTHON))" -m venv .venv-torch
 	@.venv-torch/bin/python -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') '$(TORCH)' numpy $(TRANSFORMERS) \
 		&& touch $@ || { .venv-torch/bin/python -c 'import torch' 2>/dev/null || rm -rf .venv-torch; \
 		echo "No $(TORCH) and $(TRANSFORMERS) found. Name an index that has PyTorch: make bench-peers TORCH_INDEX=URL" >&2; }

@@ -126,7 +126,7 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
     summed = np.where(times.all_reduce > 0, summed, 0.0)
     ports = [times.all_reduce[list(stages)].sum() for stages in times.sharing]  # of all sums of a batch
     terms = (m * slots.max(-1), m * np.maximum(period, _most(times.both_ways)), np.maximum(summed.max(-1), max(ports, default=0.0)))
-    return _price(np.maximum.reduce(terms), terms, slots, _slowest_cut(times), summed)
+    return _price(np.maximum(np.maximum(terms[0], terms[1]), terms[2]), terms, slots, _slowest_cut(times), summed)
 
 
 def flush_price(times: Times, microbatches: Number) -> Price:

@@ -130,7 +130,7 @@ def test_evaluation_leaves_the_trajectory_as_it_is(variant):
 
 
 @pytest.mark.thinned
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, steps):

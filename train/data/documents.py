@@ -96,7 +96,7 @@ class Documents:
         parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
         found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
         unsigned = found.view(np.uint32)
-        if found.size and unsigned.max() >= self.vocab_size:
+        if found.size and np.max(unsigned) >= self.vocab_size:
             wrong = int(np.argmax(unsigned >= self.vocab_size))
             k = bisect.bisect_right(self.starts, start + wrong) - 1
             raise InputError(
@@ -118,7 +118,7 @@ class Documents:
             assert shard.ends is not None
             ends = shard.ends()
             inside = ends[_before(ends, first) : _before(ends, last)].astype(np.int64)
-            if inside.size and (inside.min() < first or inside.max() >= last or np.any(np.diff(inside) <= 0)):
+            if inside.size and (np.min(inside) < first or np.max(inside) >= last or np.any(np.diff(inside) <= 0)):
                 raise _disordered(shard.name)
             found[inside - first + at - start] = True
         return found

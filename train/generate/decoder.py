@@ -103,7 +103,7 @@ class Decoder:
         """
         self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         self._room = room_for(self._config, positions)
-        length = room_for(self._config, int(self._lengths.max()))
+        length = room_for(self._config, int(np.max(self._lengths)))
         tokens = np.zeros((len(prompts), length), np.int32)  # what follows a shorter prompt is overwritten before it is looked at
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt

@@ -112,5 +112,5 @@ def extremes(values: Float64[np.ndarray, " n"], stretches: int) -> Int64[np.ndar
         return places
     kept = {len(values) - 1}
     for stretch in np.array_split(places, stretches):
-        kept |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+        kept |= {int(stretch[np.argmin(values[stretch])]), int(stretch[np.argmax(values[stretch])])}
     return np.array(sorted(kept), np.int64)

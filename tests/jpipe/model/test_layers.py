@@ -53,7 +53,7 @@ def mixed_stack() -> LayerStack:
 
 
 @pytest.mark.thinned(most=1)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream_2bw"])
 @pytest.mark.slow
 def test_all_kinds_of_layers_train_in_one_stack(variant, float64):
@@ -100,7 +100,7 @@ NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen":
 
 
 @pytest.mark.thinned(most=6)
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.newest)])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.oldest)])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, variant, recompute):

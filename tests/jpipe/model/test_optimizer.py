@@ -123,7 +123,7 @@ def test_the_structure_of_the_model_is_there_where_a_tree_needs_it(name):
     assert bool(find_layerwise(SPLIT[name], SPECS).blank) == (name in NEED_STRUCTURE)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
     why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not what it is without the others)"

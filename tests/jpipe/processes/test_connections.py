@@ -391,7 +391,7 @@ def happened(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
 def test_three_processes(happened, scenario):
     told, output = happened

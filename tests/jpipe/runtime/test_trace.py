@@ -40,7 +40,7 @@ def traced(variant, steps, devices=None, clip=None):
 
 
 @pytest.mark.thinned(most=3)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_trace_holds_what_the_schedule_says(variant):
     plan, pipe, batch, trace, _ = traced(variant, 5)

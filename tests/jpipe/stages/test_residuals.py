@@ -75,7 +75,7 @@ def shapes(tree) -> set:
 
 
 @pytest.mark.thinned(most=2)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable", "nothing_saveable", "everything_saveable"])
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen"), ("scanned", "nnx", "linen")], ids="-".join)
 def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
@@ -86,7 +86,7 @@ def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
         assert not weights & shapes(left), f"{f.stage.layers}: {recompute}"
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("recompute", ["full", "nothing_saveable"])
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen")], ids="-".join)
 def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):

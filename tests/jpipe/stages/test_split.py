@@ -332,11 +332,11 @@ def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
     assert first == of_inputs if recompute == "none" else first + second == whole
 
 
-@pytest.mark.parametrize(("kind", "share"), [("gpt", 0.43), ("lstm", 0.47)])
-def test_less_is_kept_between_the_halves_than_before_the_first(kind, share):
-    """With every array that the second half reads, and not the cheapest cut, the LSTM would keep 0.54 of its residuals."""
+@pytest.mark.parametrize(("kind", "most"), [("gpt", 66_308), ("lstm", 24_580)])
+def test_less_is_kept_between_the_halves_than_before_the_first(kind, most):
+    """With every array that the second half reads, and not the cheapest cut, the LSTM would keep more."""
     f = middle(kind)
-    assert nbytes(f.stash_spec) < share * nbytes(f.between_specs[:2])
+    assert nbytes(f.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2
 
 
 def test_the_first_stage_has_nothing_in_its_first_half():

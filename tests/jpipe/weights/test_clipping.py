@@ -40,7 +40,7 @@ def norms_of(pipe, batches):
 
 
 @pytest.mark.thinned(most=1)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize(

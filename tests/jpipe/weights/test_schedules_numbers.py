@@ -60,7 +60,7 @@ def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):
 
 
 @pytest.mark.thinned(most=2)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_three_stages_equal_the_sequential_reference_bit_for_bit(variant):
     check_against_reference(STACK, Plan.even(STACK.ids, 3, microbatches=4, **models.VARIANTS[variant]), drain_after={4})

@@ -139,7 +139,7 @@ def test_plain_orbax_reads_an_item(run):
     assert_same(tree, {"layer 1": {"count": jnp.int32(1), "weights": {"w": jnp.arange(6.0).reshape(2, 3) + 1}}})
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

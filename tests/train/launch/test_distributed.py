@@ -109,7 +109,7 @@ def test_flags_say_who_a_process_is():
     assert membership("host:1", 3, 2) == Membership(Address("host", 1), 3, 2, None)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_a_process_alone_waits_for_nobody(monkeypatch):
     distributed.start(None, None, None)
     assert membership(None, None, None) is None
@@ -125,7 +125,7 @@ def test_a_process_alone_waits_for_nobody(monkeypatch):
     distributed.stop()
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_the_environment_says_who_a_process_is(monkeypatch):
     set_all(monkeypatch, SLURM)
     assert membership(None, None, None) == Membership(Address("node07", 61441), 4, 3, [1])
@@ -139,7 +139,7 @@ def test_the_environment_says_who_a_process_is(monkeypatch):
     assert membership(None, None, None) == Membership(Address("head", 7), 8, 7, None)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -312,7 +312,7 @@ print("left", flush=True)
 """
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_jax_runs_across_processes_and_survives_one(address):
     """SIGTERM ends one at once, as without JAX; the others live on, and leave, whoever is first, without a word of JAX's."""
     command = [sys.executable, "-c", PROGRAM, str(address)]

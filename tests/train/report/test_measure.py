@@ -96,7 +96,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
 
 
 @pytest.mark.thinned(most=1)
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
     summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))

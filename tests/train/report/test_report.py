@@ -72,7 +72,7 @@ def written(path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
     assert written(folder) == {"loss.png", "timeline.png", "memory.png", "trace.json", "report.html"}
     page = Page(folder / "report.html")

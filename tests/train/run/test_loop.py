@@ -39,7 +39,7 @@ def rows_of(folder) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_a_run_learns_and_writes_what_it_did(tiny):
     config = changed(tiny, train={"steps": 60, "eval_every": 20}, model={"width": 16}, optimizer={"learning_rate": 0.02})
     summary = loop.main(config)
