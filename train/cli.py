@@ -1,6 +1,5 @@
 """The entry point of `jpipe`: exit codes 0 done or saved, 1 failed, 2 bad input, 130 interrupted. Commands: `train.commands`."""
 
-import importlib.metadata
 import io
 import os
 import sys
@@ -19,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trains = given[:1] in (["train"], ["launch"])
     with signals.as_usual_in_process_1(), output.steady(ends=not trains), interrupt.watched():
         if given == ["--version"]:
-            print(f"jpipe {importlib.metadata.version('jpipe')}")  # not from the package itself, which imports JAX
+            from jpipe import __version__  # which imports no JAX
+
+            print(f"jpipe {__version__}")
             return 0
         try:
             os.getcwd()

@@ -4,7 +4,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import tyro
@@ -482,8 +482,35 @@ def configs(
     return 0
 
 
+GROUPS: Mapping[str, tyro.extras.SubcommandApp] = {"data": data}
+"""The commands that have commands of their own."""
+
+
+def names(group: str | None = None) -> tuple[str, ...]:
+    """Return the names of all commands, or of those of a group."""
+    return tuple((app if group is None else GROUPS[group])._subcommands)
+
+
+def unknown(arguments: Sequence[str]) -> str | None:
+    """Return what is wrong with the command that is asked for, if there is no such command."""
+    group, words = None, list(arguments)
+    if words and words[0] in GROUPS:
+        group = words.pop(0)
+    if not words or words[0].startswith("-") or words[0] in names(group):
+        return None
+    from jpipe.errors import nearest, short
+
+    where = "" if group is None else f"{group}: "
+    return f"{where}unknown command {short(words[0])}; {nearest(words[0], names(group))}"
+
+
 def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code."""
-    about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
+    if wrong := unknown(sys.argv[1:] if arguments is None else arguments):
+        return fail(printable(wrong), 2)
+    about = (
+        "Pipeline-parallel training for JAX and Flax. The version: jpipe --version. For completion of these commands and their options in "
+        "a shell: jpipe --tyro-print-completion bash, or zsh (docs/configuration.md says where to put it)."
+    )
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code

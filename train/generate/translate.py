@@ -159,7 +159,7 @@ def _bleu() -> Callable[[list[str], Any], float]:
         import sacrebleu
     except ImportError:
         raise InputError(
-            "translate: BLEU is found by sacrebleu, which is not installed; pip install 'jpipe[bleu]', or give --source without --reference"
+            "translate: BLEU is found by sacrebleu, which is not installed; pip install sacrebleu, or give --source without --reference"
         ) from None
     return lambda found, references: float(sacrebleu.corpus_bleu(found, [references]).score)
 

@@ -34,7 +34,7 @@ def check_installed() -> None:
     """
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # a folder ./wandb, say
-        raise InputError("log: wandb is not installed; install it with pip install 'jpipe[wandb]' or pip install wandb, or leave it out")
+        raise InputError("log: wandb is not installed; install it with pip install wandb, or leave it out")
 
 
 class Wandb:

@@ -82,7 +82,7 @@ def test_a_run_translates_what_it_is_validated_on(run, tmp_path, capsys, monkeyp
     assert len(capsys.readouterr().out.splitlines()) == 1
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     for options, message in (
-        ([], "BLEU is found by sacrebleu, which is not installed; pip install 'jpipe[bleu]'"),
+        ([], "BLEU is found by sacrebleu, which is not installed; pip install sacrebleu, or give"),
         (["--source", "missing.txt"], "--source: cannot read 'missing.txt': No such file or directory"),
         (["--source", str(tmp_path / "some.txt"), "--reference", str(run / "text" / "train.target")], "--reference: expected 1 lines"),
         (["--step", "7"], "--step: expected one of 1, the checkpoints in"),

@@ -1,0 +1,59 @@
+"""The wheel holds every file of the packages, no rule of .gitignore drops one, and its name is not that of another project."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+import jpipe
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jpipe", "planner", "train")
+
+
+def git(*words: str) -> list[str]:
+    """The lines that git prints."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+
+def test_every_file_of_the_packages_is_in_the_wheel():
+    tracked = {*git("ls-files", *PACKAGES), "jpipe_command.py"}
+    assert len(tracked) > 200
+    found = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert tracked - found == set()
+
+
+def test_no_file_of_the_project_is_ignored():
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
+
+
+def test_what_is_ignored_is_named_from_the_root():
+    """A name alone means every folder of that name, in the packages too; hatchling leaves out what git ignores."""
+    rules = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert [rule for rule in rules if not rule.startswith("/")] == ["__pycache__/"]
+
+
+def test_every_folder_of_the_packages_is_a_package():
+    for package in PACKAGES:
+        folders = {path.parent for path in (ROOT / package).rglob("*.py")}
+        assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_nobody_is_told_to_install_another_project():
+    """In package indexes, `jpipe` is not ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "jpipe-train"
+    assert project["scripts"] == {"jpipe": "jpipe_command:main"}
+    wrong = re.compile(r"(pip3?|uv|pipx) .*(install|add|run) .*['\" ]jpipe(\[|[=>'\"`;,. )]|$)|\bjpipe\[(wandb|bleu|dev|cuda|tpu)", re.M)
+    for name in git("ls-files", "*.py", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile", ".ci"):
+        found = wrong.search((ROOT / name).read_text(encoding="utf-8"))
+        assert found is None or name == "tests/test_wheel.py", f"{name}: {found[0]}"
+
+
+def test_the_version_is_said_in_one_way():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jpipe.__version__

@@ -1,0 +1,69 @@
+"""Names of commands: a mistyped one is told in a line with the nearest one, and shells complete them."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from train import cli, commands
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian configs/gpt-bytes.yaml", "unknown command 'trian'; did you mean 'train'?"),
+        ("simulat", "unknown command 'simulat'; did you mean 'simulate'?"),
+        ("Evaluate runs/0001 --step 4", "unknown command 'Evaluate'; did you mean 'evaluate'?"),
+        ("data tokeniser --out t.json", "data: unknown command 'tokeniser'; did you mean 'tokenizer'?"),
+        ("xyz", "unknown command 'xyz'; known: configs, data, evaluate, export, generate, launch, plan, simulate, train, translate"),
+        ("tr\x1b[2Jain", r"unknown command 'tr\x1b[2Jain'; did you mean 'train'?"),
+    ],
+)
+def test_a_mistyped_command_is_told_with_the_nearest_one(words, message, capsys):
+    assert cli.main(words.split(" ")) == 2
+    assert capsys.readouterr() == ("", f"jpipe: {message}\n")
+
+
+def test_every_command_is_known(capsys):
+    assert set(commands.names()) >= {"train", "data", "plan"}
+    for words in ((name,) for name in commands.names()):
+        assert commands.unknown(words) is None
+    for group in commands.GROUPS:
+        assert commands.names(group)
+        assert all(commands.unknown((group, name)) is None for name in commands.names(group))
+    for words in ((), ("--help",), ("data",), ("data", "--help")):
+        assert commands.unknown(words) is None
+
+
+def completions(script: str, *words: str) -> set[str]:
+    """What bash offers behind these words."""
+    listed = " ".join(f"'{word}'" for word in words)
+    program = f"""{script}
+COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}
+_tyro_jpipe jpipe "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+complete -p jpipe"""
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    *found, how = done.stdout.splitlines()
+    assert how == "complete -o default -F _tyro_jpipe jpipe"
+    return set(found)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_commands_as_the_document_says(capsys):
+    command, added = re.search(r"    jpipe (--tyro-print-completion bash) > \S+\n    echo '(.*)' >>", DOCUMENT.read_text()).groups()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert not ended.value.code
+    script = f"{capsys.readouterr().out}\n{added}"
+    assert completions(script, "jpipe", "tr") == {"train", "translate"}
+    assert completions(script, "jpipe", "data", "") >= set(commands.names("data"))
+    assert completions(script, "jpipe", "train", "--resume", "") == {"auto", "must", "never"}
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "jpipe --tyro-print-completion bash" in " ".join(capsys.readouterr().out.split())
