@@ -2,12 +2,14 @@
 
 import contextlib
 import hashlib
+import math
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -21,26 +23,31 @@ from jpipe.runtime._transport import to_host
 Tree = Any
 
 _HELD = signal.SIGINT, signal.SIGTERM
+_PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it: the step may wait for something that never comes
 
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. A second one of a kind is delivered at once.
+    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. One that comes again later than `_PATIENCE` does not wait.
 
     This concerns signals that a Python function handles, and only the main thread: Python runs these functions nowhere else.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[tuple[int, FrameType | None]] = []
+    received: dict[int, FrameType | None] = {}
+    first = math.inf  # when the first one came
     handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if any(number == earlier for earlier, _ in received):
+        nonlocal first
+        now = time.monotonic()
+        if number in received and now - first > _PATIENCE:
             received.clear()
             handlers[signal.Signals(number)](number, frame)
         else:
-            received.append((number, frame))
+            received.setdefault(number, frame)
+            first = min(first, now)
 
     def restore(number: signal.Signals) -> None:
         if number in handlers and signal.getsignal(number) is hold:
@@ -58,7 +65,7 @@ def held_signals() -> Iterator[None]:
         finally:
             restore(signal.SIGINT)
     finally:
-        for number, frame in received:
+        for number, frame in received.items():
             handlers[signal.Signals(number)](number, frame)
 
 
@@ -99,24 +106,34 @@ class Results:
     """The results of calls that consumed a state, as long as the caller holds that state: it may never have received the next one."""
 
     def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[State, Kept] = WeakKeyDictionary()
+        # Not a WeakKeyDictionary: it drops entries in a callback, in which Python loses a KeyboardInterrupt.
+        self._all: dict[int, tuple[weakref.ref[State], Kept]] = {}
+
+    def _of(self, state: State) -> Kept | None:
+        found = self._all.get(id(state))
+        return found[1] if found is not None and found[0]() is state else None
+
+    def _put(self, state: State, kept: Kept) -> None:
+        for key in [key for key, (other, _) in self._all.items() if other() is None]:
+            del self._all[key]
+        self._all[id(state)] = weakref.ref(state), kept
 
     def keep(self, state: State, result: tuple[State, Metrics]) -> Kept:
         """Keep the result of a call that consumed a state. Set `Kept.result` to None in the moment of the return."""
         kept = Kept(result)
         if result[0] is not state:  # it is where nothing was in flight
-            self._kept[state] = kept
+            self._put(state, kept)
         return kept
 
     def lose(self, state: State, error: BaseException) -> None:
         """Remember why a consumed state has no next one."""
         first, *_ = str(error).splitlines() or [""]
         shown = type(error).__name__ + (f" ({first[:200]})" if first else "")
-        self._kept[state] = Kept(
-            None,
+        words = (
             f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
-            "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init",
+            "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
         )
+        self._put(state, Kept(None, words))
 
     def unreceived(self, state: State) -> tuple[State, Metrics] | None:
         """Return the result of the call that consumed the state, if its caller has not received it.
@@ -124,7 +141,7 @@ class Results:
         Raises:
             InputError: that call failed, and there is none.
         """
-        kept = self._kept.get(state)
+        kept = self._of(state)
         if kept is not None and kept.error:
             raise InputError(kept.error)
         return None if kept is None else kept.result
@@ -137,14 +154,14 @@ class Results:
             batch: as given.
             rows: how many of them to read at once.
         """
-        kept = self._kept.get(state)
+        kept = self._of(state)
         if kept is not None and kept.result is not None and kept.batch is None:
             with contextlib.suppress(Exception), held_signals():
                 kept.batch = _digest(batch, rows)
 
     def is_of(self, state: State, batch: Tree, rows: int) -> bool:
         """Return whether the state has an unreceived result of a step that was given this batch."""
-        kept = self._kept.get(state)
+        kept = self._of(state)
         return kept is not None and kept.result is not None and kept.batch is not None and kept.batch == _digest(batch, rows)
 
 

@@ -290,6 +290,14 @@ class Pipeline:
 
         Asynchronous schedules do not finish all of it: the rest stays in flight in the state.
 
+        Ctrl-C does not lose the state. Before the step has begun to write over arrays, KeyboardInterrupt is raised at once and `state` is as
+        it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
+        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it goes on from
+        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` go on from there, too. Ctrl-C that is pressed
+        again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
+        with that state raises an InputError that names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run
+        of several processes each completes its own part, so that the others can go on.
+
         Args:
             state: consumed; use the returned one from here on.
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
@@ -301,7 +309,7 @@ class Pipeline:
             The next state, and the losses of the batches that this step finished.
 
         Raises:
-            InputError: a state that was used already, or a batch unlike those given to `init`.
+            InputError: a state that was used already, or that a failed step has lost, or a batch unlike those given to `init`.
         """
         check_observer(observe)
         executor, current, carried = self._running(state)
@@ -329,6 +337,8 @@ class Pipeline:
 
         Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
         `sync_state` false. A layer that reads its state while it trains goes on from there.
+
+        Ctrl-C, and what `observe` raises, wait until it is complete, as in `step`: call `drain` again to get its result.
 
         Args:
             state: consumed if anything is in flight; use the returned one from here on.

@@ -89,9 +89,12 @@ class _Gpt2(_Json):
 
 
 class _Rope(BaseModel):
-    """The rotation of positions: `rope_parameters` of newer configs, `rope_scaling` of older ones."""
+    """The rotation of positions: `rope_parameters` of newer configs, `rope_scaling` of older ones.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    Without a type transformers stops, or leaves the scaling out, depending on its version: such a rotation is refused.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "llama3"] | None = None
     type: Literal["default", "llama3"] | None = None  # what `rope_type` was called first
@@ -102,8 +105,20 @@ class _Rope(BaseModel):
     high_freq_factor: Number | None = None
     original_max_position_embeddings: Size | None = None
 
+    @model_validator(mode="after")
+    def _has_a_type(self) -> "_Rope":
+        given = [name for name, value in (dict(self) | (self.model_extra or {})).items() if value is not None]
+        unread = [name for name in given if name not in ("rope_theta", "partial_rotary_factor")]
+        if unread and self.kind is None:
+            raise ValueError(f"expected rope_type beside {unread[0]}, found none; add llama3, or default where nothing is scaled")
+        return self
+
+    @property
+    def kind(self) -> str | None:
+        return self.rope_type or self.type
+
     def scaling(self, positions: int) -> dict[str, float] | None:
-        if "llama3" not in (self.rope_type, self.type):
+        if self.kind != "llama3":
             return None
         values = {ours: getattr(self, theirs) for ours, theirs in _SCALING.items()}
         values["original_positions"] = self.original_max_position_embeddings or positions

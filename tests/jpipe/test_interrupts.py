@@ -1,0 +1,303 @@
+"""Ctrl-C, and failures, in a step: the caller's state goes on with the right numbers, or says that it is lost and why."""
+
+import inspect
+import os
+import pathlib
+import random
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jpipe import InputError, Pipeline, Plan
+from jpipe import _interrupts as interrupts
+from jpipe.runtime import _interpreter as interpreter
+from jpipe.runtime._metrics import Metrics
+from tests.jpipe import models, running
+
+BATCHES = 4
+PLAN = Plan.even(models.plain_stack().ids, 2, schedule="pipedream_2bw", microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline(models.plain_stack(), PLAN, models.squares, models.momentum(), clip_global_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return models.batches_of(BATCHES, 4)
+
+
+@pytest.fixture(scope="module")
+def fresh(pipe, batches):
+    return running.fresh(pipe, batches)
+
+
+@pytest.fixture(scope="module")
+def begun(pipe, batches, fresh):
+    """A state before the last batch, with microbatches in flight."""
+    state, _ = trained(pipe, models.copied(fresh), batches[:-1])
+    return state
+
+
+@pytest.fixture(scope="module")
+def expected(pipe, batches, begun):
+    """Of the last batch, when nothing interrupts its step."""
+    return outcome(pipe, *trained(pipe, models.copied(begun), batches))
+
+
+def trained(pipe, state, batches, metrics=None):
+    """The state after the other batches, and all metrics; `state.batch` says which is next, as after an interruption."""
+    metrics = metrics or Metrics.empty()
+    while state.batch < len(batches):
+        state, more = pipe.step(state, batches[state.batch])
+        metrics = interrupts.merged(metrics, more)
+    return state, metrics
+
+
+def outcome(pipe, state, metrics):
+    """All metrics and the weights in the end."""
+    state, more = pipe.drain(state, with_metrics=True)
+    return jax.tree.map(np.asarray, (interrupts.merged(metrics, more)._asdict(), pipe.params(state)))
+
+
+class Interrupting:
+    """Sends SIGINT at the n-th line of jpipe's code, or at the n-th instruction of some functions, where Python would let it in."""
+
+    def __init__(self, at: int, functions: tuple = ()):
+        self.at, self.count, self.codes = at, 0, {function.__code__ for function in functions}
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(self.before)
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(str(CODE)):
+            return None
+        if self.codes:
+            frame.f_trace_opcodes, frame.f_trace_lines = frame.f_code in self.codes, False
+            if event != "opcode" or (frame.f_code is STEP.__code__ and "result" in frame.f_locals):
+                return self.trace  # after the result is taken there is no instruction at which Python would look for signals
+        self.count += 1
+        if self.count == self.at:
+            signal.raise_signal(signal.SIGINT)
+        return self.trace
+
+
+CODE = pathlib.Path(interrupts.__file__).parent
+
+
+def undecorated(function):
+    """The function without the checks of its annotations that the tests have put around it."""
+    return inspect.unwrap(function)
+
+
+STEP = undecorated(Pipeline.step)
+HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.held_signals))
+
+
+def interrupted(pipe, begun, batches, expected, at, functions=()):
+    """Whether the step was interrupted there, and how many places there are; the numbers are those of the run that was not."""
+    state, metrics, hit, tracer = models.copied(begun), Metrics.empty(), False, Interrupting(at, functions)
+    try:
+        with tracer:
+            state, metrics = STEP(pipe, state, batches[-1])
+    except KeyboardInterrupt:
+        hit = True
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    running.check_equal(outcome(pipe, *trained(pipe, state, batches, metrics)), expected)
+    return hit, tracer.count
+
+
+@pytest.mark.parametrize("functions", [(), HANDING_OVER], ids=["lines", "instructions where the result is handed over"])
+def test_ctrl_c_at_any_moment_of_a_step(pipe, begun, batches, expected, functions):
+    hit, count = interrupted(pipe, begun, batches, expected, -1, functions)
+    assert not hit
+    places = range(1, count + 1, max(count // 30, 1))
+    assert all(interrupted(pipe, begun, batches, expected, at, functions)[0] for at in places)
+
+
+def raising(error, after=5):
+    """An observer that fails when it has seen some instructions."""
+    seen = []
+
+    def observe(event):
+        seen.append(event.instruction)
+        if len(seen) > after:
+            raise error
+
+    return observe, seen
+
+
+def test_what_an_observer_raises_comes_when_the_step_is_complete(pipe, begun, batches, expected):
+    observe, seen = raising(ZeroDivisionError("mine"))
+    state = models.copied(begun)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        pipe.step(state, batches[-1], observe=observe)
+    assert len(seen) == 6, "it is called no more"
+    assert pipe.evaluate(state, batches[0]).version == BATCHES - 1
+    again, metrics = pipe.step(state, models.copied(batches[-1]))  # the content counts, not the object
+    assert (again.batch, sorted(metrics.losses)) == (BATCHES, [BATCHES - 1])
+    running.check_equal(outcome(pipe, again, metrics), expected)
+    with pytest.raises(InputError, match="already consumed it"):
+        pipe.step(state, batches[-1])
+
+
+def test_another_batch_goes_on_from_the_step_that_was_interrupted(pipe, fresh, begun, batches, expected):
+    """As in `for batch in batches: …` with an `except KeyboardInterrupt` inside: no batch is lost, and no loss."""
+    state, metrics = models.copied(fresh), Metrics.empty()
+    for t, batch in enumerate(batches):
+        try:
+            state, more = pipe.step(state, batch, observe=raising(KeyboardInterrupt())[0] if t in (0, 1) else None)
+            metrics = interrupts.merged(metrics, more)
+        except KeyboardInterrupt:
+            continue
+    assert (state.batch, sorted(metrics.losses)) == (BATCHES, list(range(BATCHES)))
+    _, params = outcome(pipe, state, metrics)
+    running.check_equal(params, expected[1])
+
+
+def test_a_drain_goes_on_too(pipe, begun, batches, expected):
+    state, metrics = pipe.step(models.copied(begun), batches[-1])
+    with pytest.raises(KeyboardInterrupt):
+        pipe.drain(state, observe=raising(KeyboardInterrupt())[0])
+    running.check_equal(outcome(pipe, state, metrics), expected)
+
+
+class Broken(np.ndarray):
+    """Rows on a disk that fails."""
+
+    def __getitem__(self, rows):
+        raise OSError("the disk is gone")
+
+
+def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_is(pipe, begun, batches, expected):
+    state, (x, labels) = models.copied(begun), batches[-1]
+    with pytest.raises(OSError, match="the disk is gone"):
+        pipe.step(state, (x, labels.view(Broken)))
+    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+
+
+@pytest.mark.parametrize("call", ["step", "drain"])
+def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, begun, batches, monkeypatch, call):
+    def out_of_memory(*arguments):
+        raise MemoryError("RESOURCE_EXHAUSTED: 7 bytes\nand more")
+
+    state = models.copied(begun)
+    monkeypatch.setitem(interpreter._METHODS, interpreter.Update, out_of_memory)
+    with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
+        pipe.step(state, batches[-1]) if call == "step" else pipe.drain(state)
+    monkeypatch.undo()
+    assert pipe._executor._transport._mailbox == {}
+    message = (
+        r"state: lost: the step or drain that consumed it ended with MemoryError \(RESOURCE_EXHAUSTED: 7 bytes\) when it had written over "
+        r"some of its arrays; go on from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
+    )
+    for use in (lambda: pipe.step(state, batches[-1]), lambda: pipe.drain(state), lambda: pipe.params(state)):
+        with pytest.raises(InputError, match=message):
+            use()
+
+
+def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, begun, batches, monkeypatch):
+    """A step that waits for a process that is gone would never end else."""
+    state, update = models.copied(begun), interpreter._METHODS[interpreter.Update]
+
+    def pressed_again(*arguments):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(interrupts, "_PATIENCE", -1.0)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the last one was to end this")
+
+    monkeypatch.setitem(interpreter._METHODS, interpreter.Update, pressed_again)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(state, batches[-1])
+    monkeypatch.setitem(interpreter._METHODS, interpreter.Update, update)
+    with pytest.raises(InputError, match="ended with KeyboardInterrupt when it had written over some of its arrays"):
+        pipe.step(state, batches[-1])
+
+
+def test_an_evaluation_that_is_interrupted_leaves_nothing(pipe, begun, batches, expected, monkeypatch):
+    state, evaluate = models.copied(begun), interpreter._METHODS[interpreter.Evaluate]
+    monkeypatch.setitem(interpreter._METHODS, interpreter.Receive, lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pipe.evaluate(state, batches[0])
+    monkeypatch.undo()
+    assert interpreter._METHODS[interpreter.Evaluate] is evaluate
+    assert pipe._executor._transport._mailbox == {}
+    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+
+
+def test_signals_that_others_handle_are_left_alone():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with interrupts.held_signals():
+            with interrupts.held_signals():
+                signal.raise_signal(signal.SIGTERM)
+                assert not received
+            assert not received
+            own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with interrupts.held_signals():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert own is not signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_in_another_thread_nothing_is_held_back(pipe, begun, batches, expected):
+    """Python delivers signals to the main thread only."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(outcome(pipe, *trained(pipe, models.copied(begun), batches))))
+    thread.start()
+    thread.join()
+    running.check_equal(found[0], expected)
+
+
+def test_real_signals_at_random_moments(pipe, batches, fresh):
+    state, pressed, armed = models.copied(fresh), 0, False
+
+    def handle(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def press():
+        rng = random.Random(0)
+        while pressed < 25:
+            time.sleep(rng.uniform(0, 0.01))
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, handle)
+    thread = threading.Thread(target=press)
+    try:
+        thread.start()
+        while pressed < 25:
+            try:
+                armed = True
+                while True:
+                    state, _ = STEP(pipe, state, batches[state.batch % BATCHES])
+            except KeyboardInterrupt:
+                pressed += 1
+    finally:
+        armed, pressed = False, 25
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    state, _ = pipe.step(state, batches[state.batch % BATCHES])  # the last one was perhaps interrupted: then this is its result
+    again = models.copied(fresh)
+    while again.batch < state.batch:
+        again, _ = pipe.step(again, batches[again.batch % BATCHES])
+    running.check_equal(pipe.params(pipe.drain(state)), pipe.params(pipe.drain(again)))
