@@ -589,7 +589,7 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
         )
 
     with callers_code(message):
-        jax.eval_shape(lambda *given: _summed(function, where, *given[:2], last.loss_dtype, given[2]), outputs, labels, key_spec())
+        jax.eval_shape(lambda y, labels, key: _summed(function, where, y, labels, last.loss_dtype, key), outputs, labels, key_spec())
 
 
 def asked_for(function: Loss) -> str | None:
