@@ -349,8 +349,8 @@ class Pipeline:
             state: any state that is not consumed.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
             metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
-                stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects each time. The same in all
-                processes.
+                stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects
+                each time. The same in all processes.
             weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
 
         Returns:

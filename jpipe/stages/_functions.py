@@ -528,7 +528,7 @@ class StageFunctions:
         microbatch, key = rng
         return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if asked_for(function) else None
 
-    @property
+    @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
         """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
         asks = self.last and any(map(asked_for, (self.loss, *self.metrics.values())))
