@@ -74,7 +74,8 @@ class Pipeline:
         stack: the model.
         plan: stages, schedule, microbatches, recomputation.
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
-            its total weight, so microbatches with padding or masks count for what they hold.
+            its total weight, so microbatches with padding or masks count for what they hold. With a third parameter named `rngs` it
+            gets a `flax.nnx.Rngs`, with one named `key` a random key, of the microbatch.
         optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
             does not is detected and rejected by `init`.
         devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
@@ -365,6 +366,9 @@ class Pipeline:
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
+        Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
+        microbatch in the batch: the same call gives the same numbers.
+
         The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight, and no schedule
         holds a common average of the weights then: a copy of the state is drained, which costs that memory for the time of the call.
         Layer state (batch statistics) is what each
@@ -375,8 +379,8 @@ class Pipeline:
             state: any state that is not consumed.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
             metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
-                stage. They are compiled when they are first seen, so give the same function objects each time. The same in all
-                processes.
+                stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects
+                each time. The same in all processes.
             weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
 
         Returns:

@@ -34,7 +34,7 @@ class LayerStack:
     Whether it trains is passed to parameters named `train`, `training` or `is_training` (True in training), `deterministic` or
     `use_running_average` (False in training), where the call has them. docs/concepts.md says what a layer can be in detail.
 
-    Initialization and dropout depend on (key, layer id, microbatch) only, never on where the stack is cut.
+    What is drawn, in initialization, training and evaluation, depends on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
         layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.

@@ -593,7 +593,7 @@ class StageFunctions:
         microbatch, key = rng
         return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if asked_for(function) else None
 
-    @property
+    @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
         """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
         asks = self.last and any(map(asked_for, (self.loss, *self.metrics.values())))
@@ -655,7 +655,7 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
         )
 
     with callers_code(message):
-        jax.eval_shape(lambda *given: _summed(function, where, *given[:2], last.loss_dtype, given[2]), outputs, labels, key_spec())
+        jax.eval_shape(lambda y, labels, key: _summed(function, where, y, labels, last.loss_dtype, key), outputs, labels, key_spec())
 
 
 def asked_for(function: Loss) -> str | None:

@@ -140,7 +140,6 @@ def test_evaluations_draw_anew_for_each_microbatch_and_layer(kind):
     found = sampled(kind, (4,), schedule="gpipe")
     assert len(np.unique(found.round(4))) == 4
     np.testing.assert_allclose(sampled(kind, (2, 2), schedule="pipedream_2bw"), found, rtol=1e-6)
-    np.testing.assert_allclose(sampled(kind, (1, 2, 1), schedule="gpipe"), found, rtol=1e-6)
     key, parts = jax.random.key(0), []
     stack = LayerStack({"first": SAMPLED["nnx"], "second": SAMPLED["nnx"]})
     for layer_id in stack.ids if kind == "nnx" else ():
@@ -180,7 +179,7 @@ def named_otherwise(y, key):
     return (y * key).sum(), 1.0
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
 @pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
 def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss, fields):

@@ -100,7 +100,7 @@ def expected(params, batch) -> dict[str, list[float]]:
 
 
 @pytest.mark.newest
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_callbacks_run_once_with_the_values_of_the_forward(plan):
     pipe, batch = Pipeline(STACK, Plan.even(STACK.ids, microbatches=MICROBATCHES, **PLANS[plan]), loss, optax.sgd(1e-3)), batch_of()

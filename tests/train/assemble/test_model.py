@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 import jpipe
+from jpipe.stages._functions import asked_for, called
 from tests.train.run.test_loop import rows_of
 from train import cli
 from train.assemble import model
 from train.config import config_file, entry_point
-from train.config.config import Config, LossConfig, ModelConfig
+from train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 
 OWN = '''
 """What a user may write."""
@@ -324,6 +325,16 @@ def test_a_loss_takes_its_arguments():
         model.loss(LossConfig(target="own_parts:loss", arguments={"powr": 1}))
     with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'labels' of 'own_parts:loss' is given by jpipe"):
         model.loss(LossConfig(target="own_parts:loss", arguments={"labels": 1}))
+
+
+def test_a_loss_and_a_metric_may_ask_for_random_numbers():
+    key, (x, y) = jax.random.key(3), np.ones((2, 2, 1), np.float32)
+    loss = model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"scale": 2.0}))
+    metric = model.metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
+    assert (asked_for(loss), asked_for(metric)) == ("key", "key")
+    assert float(called(loss, x, y, key)[0]) == 2 * float(called(metric, x, y, key)[0]) == 2 * float(jax.random.uniform(key))
+    with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'key' of 'tests.train.metrics:drawn' is given by jpipe; leave it out"):
+        model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"key": 1}))
 
 
 @pytest.mark.parametrize(
