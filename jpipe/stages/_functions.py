@@ -214,8 +214,9 @@ class StageFunctions:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
         Of the trained parameters of the entries whose optimizer state is given; accumulators may be of more. (Those that other stages
-        hold, too, have `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are all zero has gradient and
-        loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not finite.
+        hold, too, have `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are all
+        zero has gradient and loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not
+        finite.
         """
         new_params, new_state = self._updated(params, optimizer_state, accumulators, norm)
         zeros = jax.tree.map(jnp.zeros_like, accumulators)
