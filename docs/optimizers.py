@@ -80,6 +80,7 @@ _NOISE = "`optax.partition` with an `add_noise` for each layer, each with its ow
 _CLIP = "`clip_global_norm` of the pipeline"
 _SKIP = "`skip_nonfinite` of the pipeline"
 _NORMS = f"{_CLIP}, or `lamb` or `lars`"
+_FROZEN = "[frozen parameters](#frozen-parameters) cost nothing"
 
 OPTIMIZERS = (
     Row("`sgd`", lambda: optax.sgd(RATE)),
@@ -164,8 +165,20 @@ WRAPPERS = (
         lambda: optax.partition({"slow": optax.sgd(1e-3), "fast": optax.adam(RATE)}, PARTS),
         in_structure=True,
     ),
-    Row("`selective_transform`", lambda: optax.selective_transform(optax.adam(RATE), freeze_mask=EMBEDDING), in_structure=True),
     Row("`named_chain`", lambda: optax.named_chain(("adam", optax.scale_by_adam()), ("rate", optax.scale(-RATE)))),
+    Row(
+        "`selective_transform`",
+        lambda: optax.selective_transform(optax.adam(RATE), freeze_mask=EMBEDDING),
+        remark=_FROZEN,
+        in_structure=True,
+    ),
+    Row("`freeze`", lambda: optax.chain(optax.adam(RATE), optax.freeze(EMBEDDING)), remark=_FROZEN, in_structure=True),
+    Row(
+        "`partition` with `set_to_zero`",
+        lambda: optax.partition({"slow": optax.set_to_zero(), "fast": optax.adam(RATE)}, PARTS),
+        remark=_FROZEN,
+        in_structure=True,
+    ),
     Row(
         "`MultiSteps(…).gradient_transformation()`",
         lambda: optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(),
@@ -235,8 +248,8 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
         return jax.tree.map(lambda spec: jnp.asarray(generator.normal(size=spec.shape), spec.dtype), specs)
 
     whole = random_tree()
-    layers = dict(whole)
-    states = {layer_id: layerwise.init(layer_id, params) for layer_id, params in layers.items()}
+    layers, trained = dict(whole), layerwise.trained
+    states = {layer_id: layerwise.init(layer_id, trained.of(layer_id, params)) for layer_id, params in layers.items()}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = rule.init(whole)
         for _ in range(STEPS):
@@ -244,7 +257,9 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
             updates, state = rule.update(gradients, state, whole)
             whole = optax.apply_updates(whole, updates)
             for layer_id, params in layers.items():
-                layers[layer_id], states[layer_id] = layerwise.update(layer_id, gradients[layer_id], states[layer_id], params)
+                parts = (trained.of(layer_id, tree) for tree in (gradients[layer_id], params))
+                new, states[layer_id] = layerwise.update(layer_id, next(parts), states[layer_id], next(parts))
+                layers[layer_id] = trained.filled(layer_id, new, params)
     differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole, layers)
     return max(jax.tree.leaves(differences))
 

@@ -98,7 +98,7 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        weights, *others = (worker.memory.weights for worker in self.workers)
+        weights, *others = (worker.memory.by_version() for worker in self.workers)
         for more in others:
             weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
         optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
@@ -132,6 +132,13 @@ class _Memory:
             self.add(self.cost.trained)
         self.weights = {v: size for v, size in self.weights.items() if v != retired} | {version: self.cost.trained}
         self.most_versions = max(self.most_versions, len(self.weights))
+
+    def by_version(self) -> dict[int, int]:
+        """The bytes of each version; what all of them share counts with the oldest one."""
+        if not self.cost.frozen or not self.weights:
+            return self.weights
+        oldest = min(self.weights)
+        return self.weights | {oldest: self.weights[oldest] + self.cost.frozen}
 
     def complete(self, version: int, size: int) -> None:
         """Add what comes to a version, or, below 0, leave out what is still to come."""

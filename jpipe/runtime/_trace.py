@@ -140,7 +140,8 @@ class _Watcher:
         self.error: Exception | None = None
         self.is_shared = workers > 1
         self._began = began
-        self._sizes: dict[int, dict[Any, int]] = {}  # by worker, of parts of constant size: versions, optimizer, accumulators, layer state
+        self._sizes: dict[int, dict[str, int]] = {}  # by worker, of parts of constant size: optimizer, accumulators, layer state
+        self._weights: dict[int, tuple[tuple[tuple[int, int], ...], dict[int, int]]] = {}  # by worker, of the last versions
         self._parts: dict[int, _Parts] = {}
         self._first_parts: dict[int, _Parts] = {}
         self._buffers = _Buffers()
@@ -174,12 +175,15 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes = self._sizes.setdefault(worker, {})
-        versions = {(version, len(held)): held for version, held in state.versions.items()}  # of a new one parts may still be to come
-        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state), *versions.items()
+        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
-        weights = {version: sizes[version, count] for version, count in sorted(versions)}
+        versions = tuple((version, len(held)) for version, held in state.versions.items())  # of a new one parts may still be to come
+        known, weights = self._weights.get(worker, ((), {}))
+        if versions != known:
+            weights = _bytes_by_version(state.versions)
+            self._weights[worker] = versions, weights
         accumulators = sizes["accumulators"] if state.accumulators is not None else 0
         self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
@@ -195,6 +199,16 @@ class _Watcher:
             optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
             found.append(MemorySample(time_, weights, optimizer, accumulators, residuals, buffers + state))
         return tuple(found)
+
+
+def _bytes_by_version(versions: Mapping[int, Any]) -> dict[int, int]:
+    """The bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
+    counted, found = set[int](), dict[int, int]()
+    for version, held in sorted(versions.items()):
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(held)}
+        found[version] = sum(_on_each_device(leaf) for key, leaf in leaves.items() if key not in counted)
+        counted |= leaves.keys()
+    return found
 
 
 class _Parts(NamedTuple):

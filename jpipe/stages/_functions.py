@@ -206,10 +206,10 @@ class StageFunctions:
     ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
         """One optimizer step with the mean gradient: (new params, new optimizer state, zero accumulators, (mean loss, weight)).
 
-        It updates the trained parameters of the entries whose optimizer state is given; accumulators may be of more. (Those that other
-        stages hold, too, have `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are
-        all zero has gradient and loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are
-        not finite.
+        Of the trained parameters of the entries whose optimizer state is given; accumulators may be of more. (Those that other stages
+        hold, too, have `update_shared`.) Only the last stage returns the loss and weight of the batch. A batch whose weights are all
+        zero has gradient and loss zero. `norm` is that of all stages; it is needed to clip, and to skip batches whose gradients are not
+        finite.
         """
         new_params, new_state = self._updated(params, optimizer_state, accumulators, norm)
         zeros = jax.tree.map(jnp.zeros_like, accumulators)

@@ -215,3 +215,92 @@ def test_a_shared_parameter_is_probed_apart_from_its_layers():
     find_layerwise(by_layer, specs)
     with pytest.raises(InputError, match="optimizer: it cannot be applied layer by layer"):
         find_layerwise(by_layer, specs, ties=Ties([Tie(("a", "w"), ("c", "w"))], ["a", "c"]))
+
+
+def label_of(*words):
+    """Labels by path: "frozen" where it contains one of these words, else "trained"."""
+
+    def label(path, _):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "frozen" if any(word in name for word in words) else "trained"
+
+    return lambda params: jax.tree_util.tree_map_with_path(label, params)
+
+
+WARM_UP = optax.warmup_cosine_decay_schedule(0.0, RATE, 3, 20)
+EMBEDDING = {layer_id: layer_id == "embed" for layer_id in SPECS}
+EMBED = {"embed": (False,)}
+MATRICES = {"embed": (False,), "block_0": (True, False), "block_1": (True, False), "head": (False, True)}
+
+
+def freezing(trained, labels=None, frozen=None):
+    return optax.partition({"trained": trained, "frozen": frozen or optax.set_to_zero()}, labels or label_of("embed"))
+
+
+FROZEN = {
+    "partition": (lambda: freezing(optax.adamw(RATE)), EMBED),
+    "partition, single leaves": (lambda: freezing(optax.lamb(RATE), label_of("kernel", "table")), MATRICES),
+    "partition, a tree of labels": (lambda: freezing(optax.adam(RATE), {i: "frozen" if i == "embed" else "trained" for i in SPECS}), EMBED),
+    "warm-up": (lambda: freezing(optax.adam(WARM_UP)), EMBED),
+    "clipped inside": (lambda: optax.chain(freezing(optax.sgd(RATE)), optax.clip(1.0)), EMBED),
+    "freeze": (lambda: optax.chain(optax.adam(RATE), optax.transforms.freeze(EMBEDDING)), EMBED),
+    "selective_transform": (lambda: optax.transforms.selective_transform(optax.adam(RATE), freeze_mask=EMBEDDING), EMBED),
+    "set to zero behind": (lambda: optax.chain(optax.adamw(RATE), optax.masked(optax.set_to_zero(), EMBEDDING)), EMBED),
+    "set to zero before": (lambda: optax.chain(optax.masked(optax.set_to_zero(), EMBEDDING), optax.adam(RATE)), EMBED),
+    "a rate of zero": (lambda: freezing(optax.adam(RATE), frozen=optax.adam(0.0)), EMBED),
+    "accumulated": (lambda: optax.MultiSteps(freezing(optax.adam(RATE)), 3).gradient_transformation(), EMBED),
+    "accumulated inside": (lambda: freezing(optax.MultiSteps(optax.adam(WARM_UP), 9).gradient_transformation()), EMBED),
+    "set to zero before weight decay": (lambda: optax.chain(optax.masked(optax.set_to_zero(), EMBEDDING), optax.adamw(RATE)), {}),
+    "a schedule that begins with zero": (lambda: optax.sgd(WARM_UP), {}),
+    "a schedule that is zero for long": (lambda: optax.sgd(optax.piecewise_interpolate_schedule("linear", 0.0, {200: 1.0})), {}),
+    "a schedule of a layer": (lambda: freezing(optax.adam(RATE), frozen=optax.adam(optax.linear_schedule(0.0, RATE, 200))), {}),
+    "few updates": (lambda: optax.MultiSteps(optax.sgd(RATE), 150).gradient_transformation(), {}),
+    "a rate in the state, which may be set": (lambda: optax.inject_hyperparams(optax.sgd)(0.0), {}),
+    "masked, the gradient itself": (lambda: optax.masked(optax.sgd(RATE), {i: not own for i, own in EMBEDDING.items()}), {}),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parameters_are_those_whose_update_is_always_zero(name):
+    make, expected = FROZEN[name]
+    assert find_layerwise(make(), SPECS).trained.chosen == expected
+
+
+def test_a_frozen_parameter_on_which_others_depend_is_not_left_out():
+    def by_layer(updates, state, params=None):
+        norms = {layer_id: sum(abs(leaf).sum() for leaf in jax.tree.leaves(tree)) for layer_id, tree in updates.items()}
+        return {layer_id: jax.tree.map(lambda g, n=1 + norms[layer_id]: g / n, tree) for layer_id, tree in updates.items()}, state
+
+    scaled = optax.GradientTransformation(lambda params: (), by_layer)
+    freeze = optax.masked(optax.set_to_zero(), label_is_frozen("bias"))
+    assert find_layerwise(optax.chain(scaled, freeze), SPECS).trained.is_all
+    assert set(find_layerwise(optax.chain(freeze, scaled), SPECS).trained.chosen) == {"block_0", "block_1"}
+
+
+def label_is_frozen(*words):
+    return lambda params: jax.tree.map(lambda label: label == "frozen", label_of(*words)(params))
+
+
+def test_a_label_function_that_needs_all_parameters_of_a_layer_gets_them():
+    def labels(params):
+        return {
+            layer_id: {name: "frozen" if name == "bias" and "kernel" in tree and tree["kernel"].ndim == 2 else "trained" for name in tree}
+            for layer_id, tree in params.items()
+        }
+
+    found = find_layerwise(freezing(optax.sgd(RATE), labels), {"a": SPECS["block_0"], "b": SPECS["block_1"]})
+    assert found.trained.chosen == {"a": (False, True), "b": (False, True)}  # in the order of the leaves: bias, kernel
+
+
+def test_the_refusal_says_where_the_norm_would_count_frozen_gradients():
+    outside = optax.chain(optax.clip_by_global_norm(1.0), freezing(optax.sgd(RATE)))
+    inside = freezing(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(RATE)))
+    advice = r"instead: clip_global_norm of the pipeline clips by the norm over all stages"
+    more = (
+        r"; the pipeline counts the gradients of trained parameters alone, .* frozen ones, as in layer 'embed', .* inside optax\.partition"
+    )
+    with pytest.raises(InputError, match=f"{advice}{more}$"):
+        find_layerwise(outside, SPECS)
+    with pytest.raises(InputError, match=f"{advice}$"):
+        find_layerwise(inside, SPECS)

@@ -47,10 +47,10 @@ def alive(device: jax.Device) -> int:
     return sum(a.nbytes for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
 
-def measured_and_predicted(plan, stack=STACK, **options) -> tuple[list[int], list[int]]:
+def measured_and_predicted(plan, stack=STACK, optimizer=None, **options) -> tuple[list[int], list[int]]:
     """The most bytes of each rank, after any of its instructions in five steps and a drain."""
     devices = jax.devices()[: len(plan.rank_workers)]
-    pipe = Pipeline(stack, plan, squares, optax.adam(1e-2), devices, **options)
+    pipe = Pipeline(stack, plan, squares, optimizer or optax.adam(1e-2), devices, **options)
     rng = np.random.default_rng(0)
     rows = ROWS * plan.microbatches
     batch = rng.normal(size=(rows, 5)).astype(np.float32), rng.normal(size=(rows, WIDTH)).astype(np.float32)
@@ -81,6 +81,24 @@ def test_measured_peak_is_predicted(variant, recompute):
     )
     np.testing.assert_allclose(measured, predicted, rtol=0.05)
     np.testing.assert_allclose(measured, predicted, atol=64)  # nearer still: but for a few scalars it is exact
+
+
+def labels(params):
+    """The first layers are frozen, and a part of a later one."""
+    frozen = ("in", "block0", "block1", "block3/up")
+    return jax.tree.map_with_path(
+        lambda path, _: "frozen" if jax.tree_util.keystr(path, simple=True, separator="/").startswith(frozen) else "trained", params
+    )
+
+
+@pytest.mark.thinned(most=1, most_slow=4)
+@pytest.mark.parametrize("options", [{}, {"precision": MASTERS}, {"ema_decay": 0.9}], ids=["", "masters", "average"])
+@pytest.mark.parametrize("fields", [*VARIANTS.values(), {"schedule": "zb_h1", "recompute": "full"}], ids=lambda fields: fields["schedule"])
+def test_measured_peak_with_frozen_parameters_is_predicted(fields, options):
+    optimizer = optax.partition({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels)
+    plan = Plan.even(STACK.ids, 4, microbatches=MICROBATCHES, **fields)
+    measured, predicted = measured_and_predicted(plan, optimizer=optimizer, **options)
+    np.testing.assert_allclose(measured, predicted, atol=64)
 
 
 RANKS = [

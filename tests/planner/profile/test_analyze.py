@@ -97,6 +97,33 @@ def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
         assert found.at[0].forward < 1e-4
 
 
+def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
+    layers = {name: linear(6, 6) for name in ("in", "a", "b")} | {"tanh": jnp.tanh, "c": linear(6, 6), "out": linear(6, 6)}
+    stack, batch = jpipe.LayerStack(layers, ties=[jpipe.Tie(("in", "kernel"), ("c", "kernel"))]), floats(6)
+    label = {
+        "in": "frozen",
+        "a": "frozen",
+        "b": {"kernel": "frozen", "bias": "trained"},
+        "tanh": "trained",
+        "c": "frozen",
+        "out": "trained",
+    }
+    optimizer = optax.partition({"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, label)
+    profile = analyze(stack, batch, squares, optimizer, [2], DEVICE, policies=["none", "full"])
+    assert [layer.at[0].backward < 1e-8 for layer in profile.layers] == [True, True, False, False, False, False]
+    for stages in [*some_cuts(stack.ids, "none"), *some_cuts(stack.ids, "full")]:
+        plan = jpipe.Plan(schedule="pipedream_2bw" if len(stages) > 1 else "gpipe", microbatches=6, stages=stages)
+        expected = jpipe.Pipeline(stack, plan, squares, optimizer).costs(batch(12))
+        costs = profile.stage_costs(plan, 2)
+        assert jpipe.programs.shared_stages(costs) == jpipe.programs.shared_stages(expected) == ()
+        for found, exact in zip(costs, expected, strict=True):
+            for part in ("weights", "frozen", "optimizer", "state", "residuals", "inputs"):
+                assert getattr(found, part) == getattr(exact, part), (stages, part)
+            assert exact.accumulators - found.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
+            assert exact.gradient - found.gradient in (0, 4)  # its weight
+            assert exact.message - found.message in (4, 8)
+
+
 def some_cuts(ids, policy):
     """All layers in one stage, each in its own, and in pairs, begun in two places."""
     for size, shift in [(len(ids), 0), (1, 0), (2, 0), (2, 1)]:
