@@ -19,6 +19,7 @@ from jpipe._arguments import (
     checked_metrics,
     given_params,
 )
+from jpipe._context import own_context
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
@@ -162,6 +163,7 @@ class Pipeline:
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
+    @own_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
         """Refuse what would not run with batches like this one; the optimizer is tried on tiny arrays, nothing else is computed.
 
@@ -175,6 +177,7 @@ class Pipeline:
         """
         check_metrics(self._functions(batch)[-1], checked_metrics(metrics))
 
+    @own_context()
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
 
@@ -206,6 +209,7 @@ class Pipeline:
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
 
+    @own_context()
     def restore(
         self,
         key: jax.Array,
@@ -239,6 +243,7 @@ class Pipeline:
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
+    @own_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
         """Refuse the layers that `restore` would refuse; nothing is compiled, and no other process is waited for.
 
@@ -268,6 +273,7 @@ class Pipeline:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._executor.stages)
 
+    @own_context()
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
 
@@ -296,6 +302,7 @@ class Pipeline:
     @overload
     def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: bool = ...) -> State | tuple[State, Metrics]: ...
 
+    @own_context()
     def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
         """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
 
@@ -319,6 +326,7 @@ class Pipeline:
         state = executor.average(state)
         return (state, metrics) if with_metrics else state
 
+    @own_context()
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
@@ -355,6 +363,7 @@ class Pipeline:
         count = count_microbatches(batch, rows_of(executor.specs[0]))
         return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
 
+    @own_context()
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
@@ -373,6 +382,7 @@ class Pipeline:
         check_weights(weights, self.ema_decay)
         return self._running(state).params(state, weights)
 
+    @own_context()
     def costs(
         self, batch: Batch, *, compiled_for: jax.Device | None = None, stages: Collection[int] | None = None
     ) -> tuple[StageCost, ...]:
