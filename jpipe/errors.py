@@ -20,14 +20,24 @@ class InputError(ValueError):
 
     Args:
         lines: one for each problem. Characters that are not printable are escaped, so that text from a stranger cannot add lines or
-            control a terminal.
+            control a terminal. Of a long line the middle is left out, of many lines the last.
     """
 
     def __init__(self, *lines: str) -> None:
-        super().__init__(*("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines))
+        shown = (*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more") if len(lines) > _MOST_LINES + 1 else lines
+        super().__init__(*("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _cut(line)) for line in shown))
 
     def __str__(self) -> str:
         return "\n".join(self.args)
+
+
+_MOST_LINES = 200
+_BEGIN, _END = 700, 300  # how many characters stay of a long line
+
+
+def _cut(line: str) -> str:
+    """The line, or its begin and its end: it may quote a value of any length, and what to change comes after that."""
+    return line if len(line) <= _BEGIN + _END else f"{line[:_BEGIN]}…{line[-_END:]}"
 
 
 class PeerLost(RuntimeError):

@@ -22,6 +22,7 @@ from jpipe._arguments import (
     checked_metrics,
     given_params,
 )
+from jpipe._context import own_context
 from jpipe._interrupts import Results, consume, held_signals
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -180,6 +181,7 @@ class Pipeline:
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
+    @own_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
         """Refuse what would not run with batches like this one; the optimizer is tried on tiny arrays, nothing else is computed.
 
@@ -193,6 +195,7 @@ class Pipeline:
         """
         check_metrics(self._functions(batch)[-1], checked_metrics(metrics))
 
+    @own_context()
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
 
@@ -224,6 +227,7 @@ class Pipeline:
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
 
+    @own_context()
     def restore(
         self,
         key: jax.Array,
@@ -257,6 +261,7 @@ class Pipeline:
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
+    @own_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
         """Refuse the layers that `restore` would refuse; nothing is compiled, and no other process is waited for.
 
@@ -313,17 +318,22 @@ class Pipeline:
             InputError: a state that was used already, or that a failed step has lost, or a batch unlike those given to `init`.
         """
         check_observer(observe)
-        executor, current, carried = self._running(state)
-        bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
-        if self._results.is_of(state, batch, rows):
-            return current, carried
-        read = executor.read(current, batch)
+        rows = 0  # of a microbatch, once it is known
         try:
-            kept = consume(self._results, state, current, carried, lambda *given: executor.step(given[0], read, bucket, given[1]), observe)
+            with own_context():
+                executor, current, carried = self._running(state)
+                bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
+                if self._results.is_of(state, batch, rows):
+                    return current, carried
+                read = executor.read(current, batch)
+                kept = consume(
+                    self._results, state, current, carried, lambda *given: executor.step(given[0], read, bucket, given[1]), observe
+                )
             result, kept.result = kept.result, None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
-            self._results.note_batch(state, batch, rows)
+            if rows:
+                self._results.note_batch(state, batch, rows)
             raise
 
     @overload
@@ -353,16 +363,18 @@ class Pipeline:
             InputError: a state that was used already.
         """
         check_observer(observe)
-        executor, current, carried = self._running(state)
+        with own_context():
+            executor, current, carried = self._running(state)
 
-        def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
-            after, metrics = executor.drain(current, observe)
-            return executor.average(after), metrics
+            def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
+                after, metrics = executor.drain(current, observe)
+                return executor.average(after), metrics
 
-        kept = consume(self._results, state, current, carried, drained, observe)
+            kept = consume(self._results, state, current, carried, drained, observe)
         result, kept.result = kept.result, None  # as in `step`
         return result if with_metrics else result[0]
 
+    @own_context()
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
@@ -408,6 +420,7 @@ class Pipeline:
     @overload
     def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: To) -> Tree | None: ...
 
+    @own_context()
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return what the last layer gives for each row, in evaluation mode; leaves the state as it is, work in flight included.
 
@@ -446,6 +459,7 @@ class Pipeline:
         with self._undivided():
             return executor.predict(state, inputs, bucket_of_inputs(inputs, specs), weights, to)
 
+    @own_context()
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
@@ -466,6 +480,7 @@ class Pipeline:
         with self._undivided():
             return executor.params(state, weights)
 
+    @own_context()
     def costs(
         self,
         batch: Batch,

@@ -357,7 +357,7 @@ class Plan(pydantic.BaseModel):
             ('a', 'b')
         """
         layers = _layer_ids(layers)
-        if not isinstance(num_stages, (int, np.integer)):
+        if not isinstance(num_stages, (int, np.integer)) or isinstance(num_stages, bool):
             raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
         num_stages = int(num_stages)
         if not 1 <= num_stages <= len(layers):
@@ -655,6 +655,8 @@ def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
             f"{where}: expected a {kind} as JSON, found text that is none or is cut off "
             f"at line {error.lineno}, column {error.colno} ({error.msg})"
         ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{where}: expected a {kind} as JSON, found bytes that are no text in UTF-8; give what to_json wrote") from None
     except (RecursionError, ValueError):
         raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
     if not isinstance(data, dict) or data.get("format") != expected:

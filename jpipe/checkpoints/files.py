@@ -168,7 +168,7 @@ def run_folder(folder: str | Path) -> Path:
 
 def check_keep(keep: Any) -> None:
     """Refuse what is no number of checkpoints to keep."""
-    if not isinstance(keep, int) or keep < 1:
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
 
 

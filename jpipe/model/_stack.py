@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpipe._context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, is_constructor
 from jpipe.model._constants import built_module, refuse_constants
@@ -49,6 +50,7 @@ class LayerStack:
         ('in', 'act')
     """
 
+    @without_mesh()
     def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = ()) -> None:
         if not isinstance(layers, Mapping):
             raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
@@ -151,6 +153,7 @@ class LayerStack:
         """Whether any of the layers `ids` draws random numbers, in training or in evaluation."""
         return any(layer.stochastic if train else layer.draws_in_evaluation for layer in map(self.layers.__getitem__, ids))
 
+    @without_mesh()
     def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
         """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
 

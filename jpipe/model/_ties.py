@@ -1,6 +1,7 @@
 """Parameters that several layers share: one array in two or more places of the model."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,11 @@ class Ties:
             InputError: a path that is not there, or two places of different shapes or dtypes.
         """
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.places}
+        for layer_id, places in self.places.items():
+            times = Counter(path for path, _ in _paths(params[layer_id]))
+            for path in places:
+                if times[path] > 1:
+                    raise InputError(f"ties: layer '{layer_id}' has {times[path]} parameters '{path}'; rename all of them but one")
         for layer_id, places in self.places.items():
             for path, name in places.items():
                 if path not in leaves[layer_id]:

@@ -1,10 +1,12 @@
 """What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured."""
 
+import math
+import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from jpipe.errors import InputError, nearest
+from jpipe.errors import InputError, nearest, short
 from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 
@@ -170,6 +172,31 @@ class Link:
     bandwidth: float = float("inf")
     latency: float = 0.0
     ports: tuple[Hashable, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _is_amount(self.bandwidth) or self.bandwidth == 0:
+            raise InputError(f"Link: bandwidth: expected bytes per second above 0, found {short(self.bandwidth)}")
+        if not _is_amount(self.latency) or self.latency == math.inf:
+            raise InputError(f"Link: latency: expected seconds, 0 or more, found {short(self.latency)}")
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def check_costs(costs: Sequence[StageCost]) -> None:
+    """Refuse costs of which a time or a size is no number, negative, NaN or infinite.
+
+    Raises:
+        InputError: names the stage and the field.
+    """
+    for s, cost in enumerate(costs):
+        for name, value in vars(cost).items():
+            parts = value if isinstance(value, tuple) else (value,)
+            for part in parts:
+                amount = part.size if isinstance(part, Passed) else part
+                if not _is_amount(amount) or amount == math.inf:
+                    raise InputError(f"simulate: costs of stage {s}: {name}: expected a number of 0 or more, found {short(amount)}")
 
 
 Network = Callable[[int, int], Link]

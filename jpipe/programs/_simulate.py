@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jpipe.errors import InputError, short
-from jpipe.programs._costs import Link, Network, StageCost, unit_costs
+from jpipe.programs._costs import Link, Network, StageCost, check_costs, unit_costs
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
@@ -35,7 +35,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
 
     Raises:
         ProgramError: the verification fails; the message says where, with the grid so far.
-        InputError: a program of a part of a run, or not one cost for each stage.
+        InputError: a program of a part of a run, not one cost for each stage, or a cost that is negative or not finite.
     """
     if not isinstance(program, Program):
         raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
@@ -48,6 +48,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         raise InputError(f"simulate: expected a jpipe.Link, or a function of two workers that gives one, found {short(link)}")
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
+    check_costs(costs)
     link = link or Link()
     orders = rank_computations(program)
     verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]

@@ -30,6 +30,7 @@ from jpipe.programs._instructions import (
     shifted,
 )
 from jpipe.runtime._lanes import arrived
+from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._transport import Transport, rows
 from jpipe.stages._compile import CompiledStage, update_kind
@@ -96,6 +97,8 @@ def run(
         The new states, and what was found.
     """
     plan, found = program.plan, Found({}, {}, {})
+    if is_on():
+        stages = checked(plan, stages)
     workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
     try:
         for instruction in program.instructions:

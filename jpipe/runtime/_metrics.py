@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe._context import without_mesh
 from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
@@ -240,6 +241,7 @@ def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
     return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
 
 
+@without_mesh()  # it may run only when a number is read
 @jax.jit
 def _mean(parts: list[tuple[Number, Number]]) -> tuple[jax.Array, jax.Array]:
     total, weight = (jnp.stack(column).sum() for column in zip(*parts, strict=True))

@@ -1,6 +1,6 @@
 """Converts any pytree to nested dicts with text as keys, which any program can read, and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from jpipe.model._layer import describe
 Tree = Any
 Plain = dict[str, Any]
 """Nested dicts, with text as keys and arrays as leaves."""
+Names = tuple[str, ...]
+Flat = Sequence[tuple[Any, Any]]
+"""(path, leaf) of the leaves of a pytree."""
 
 
 def to_plain(tree: Tree) -> Plain:
@@ -40,11 +43,14 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
         InputError: a leaf is missing, there is an additional one, one has another shape or dtype, or `plain` is not a dict.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
-    left = _paths(checked_dict(plain, where))
+    return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
+
+
+def _leaves(flat: Flat, found: Mapping[Names, Any], left: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
+    """The leaves in the order of their specs, checked; `left` are those that no spec is for."""
     leaves = []
     for path, spec in flat:
-        name = "/".join(_names(path))
-        leaf = left.pop(name, None)
+        name, leaf = "/".join(_names(path)), found.get(_names(path))
         if leaf is None:
             raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; {hint}")
         is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
@@ -54,8 +60,8 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
             raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}{other}")
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
     if left:
-        raise InputError(f"{where}: '{next(iter(left))}' is not in the model; {hint}")
-    return jax.tree.unflatten(treedef, leaves)
+        raise InputError(f"{where}: '{'/'.join(next(iter(left)))}' is not in the model; {hint}")
+    return leaves
 
 
 def checked_dict(plain: Any, where: str) -> Plain:
@@ -87,7 +93,10 @@ def filled(specs: Tree, given: Tree, where: str) -> Tree:
     for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
             raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
-    return from_plain(specs, _paths(to_plain(specs)) | _paths(to_plain(given)), where)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
+    found, left = _by_names(flat, to_plain(given))
+    fresh = {_names(path): spec for path, spec in flat}
+    return jax.tree.unflatten(treedef, _leaves(flat, fresh | found, left, where, "is it of another model?"))
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
@@ -96,7 +105,7 @@ def overlaid(plain: Plain, above: Plain) -> Plain:
     return {**plain, **above, **both}
 
 
-def without(plain: Plain, is_left_out: Callable[[tuple[str, ...]], bool], above: tuple[str, ...] = ()) -> Plain:
+def without(plain: Plain, is_left_out: Callable[[Names], bool], above: Names = ()) -> Plain:
     """Nested dicts without some of their leaves, by the names on the path to each."""
     return {
         name: without(inner, is_left_out, (*above, name)) if isinstance(inner, dict) else inner
@@ -105,19 +114,34 @@ def without(plain: Plain, is_left_out: Callable[[tuple[str, ...]], bool], above:
     }
 
 
-def names_in(tree: Tree) -> set[tuple[str, ...]]:
+def names_in(tree: Tree) -> set[Names]:
     """The names on the path to each leaf of a tree, as in `to_plain` of it."""
-    return {tuple(_names(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def _names(path: tuple[Any, ...]) -> list[str]:
+def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
+    """The leaves of nested dicts by the names on their paths: those that specs are for, and the others.
+
+    A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are told apart.
+    """
+    wanted, left = [_names(path) for path, _ in flat], _paths(plain)
+    found = {names: left.pop(names) for names in wanted if names in left}
+    joined = {"/".join(names): names for names in left}
+    for names in wanted:
+        if names not in found and (other := joined.pop("/".join(names), None)) is not None:
+            found[names] = left.pop(other)
+    return found, left
+
+
+def _names(path: tuple[Any, ...]) -> Names:
     """The names on a path; "array" if the leaf is the whole tree."""
-    return [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path] or ["array"]
+    names = [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path]
+    return tuple(names or ["array"])
 
 
-def _paths(plain: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """The leaves by their paths."""
-    found: dict[str, Any] = {}
+def _paths(plain: Mapping[str, Any], before: Names = ()) -> dict[Names, Any]:
+    """The leaves by the names on their paths."""
+    found: dict[Names, Any] = {}
     for name, inner in plain.items():
-        found |= _paths(inner, f"{before}{name}/") if isinstance(inner, Mapping) else {before + name: inner}
+        found |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}
     return found

@@ -364,5 +364,14 @@ def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
 
 
 def to_host(batch: Tree) -> Tree:
-    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time."""
+    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time.
+
+    Raises:
+        InputError: it has no rows that can be read: only a shape, or arrays that were deleted.
+    """
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise InputError(f"batch: expected arrays, found {describe(leaf)} that was deleted, as donated arrays are; give a copy of it")
+        if not hasattr(leaf, "__getitem__"):
+            raise InputError(f"batch: expected arrays whose rows can be read, found {type(leaf).__name__}; give arrays")
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)

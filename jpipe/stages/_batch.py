@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe, spec_of
@@ -28,15 +29,26 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
 
 def _checked_rows(batch: Tree, where: str) -> int:
     """The rows of arrays that agree in them."""
-    leaves = jax.tree.leaves(batch)
+    try:
+        leaves = jax.tree.leaves(batch)
+    except ValueError:  # keys of a dict that cannot be sorted
+        raise InputError(
+            f"{where}: expected dicts with keys that can be sorted, found some of several types; make all of them texts"
+        ) from None
+    if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
+        raise InputError(
+            f"{where}: expected arrays without masks, found a masked array {describe(masked[0])}, whose mask would be dropped; "
+            "give filled values (numpy.ma.filled), and the mask as an array of its own"
+        )
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         raise InputError(f"{where}: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
     for leaf in leaves:
         try:
             spec_of(leaf)
-        except TypeError:  # text, objects, dates
-            raise InputError(f"{where}: expected arrays of numbers, found {describe(batch)}; convert {leaf.dtype} to numbers") from None
+        except (TypeError, ValueError):  # text, objects, dates, random keys
+            found = getattr(leaf, "dtype", type(leaf).__name__)
+            raise InputError(f"{where}: expected arrays of numbers, found {describe(batch)}; convert {found} to numbers") from None
     return int(sizes.pop())
 
 

@@ -84,7 +84,7 @@ class CompiledStage:
 
     functions: StageFunctions
     place: Place
-    calls: dict[str, jax.stages.Compiled]
+    calls: dict[str, Any]  # of `jax.stages.Compiled`, or of what stands for them
     share: Share | None = None
 
     @property

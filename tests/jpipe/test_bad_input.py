@@ -1,5 +1,6 @@
 """What a caller gets wrong is told in one message: where, expected, found, what to change. No device is touched."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -463,3 +464,92 @@ def test_a_prediction_is_of_every_stage(peaks):
     with pytest.raises(jpipe.InputError, match=told):
         jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted)
     assert jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted | {"peak_bytes": [1, 2]}).predicted is not None
+
+
+GOOD = np.ones((2, 3), np.float32)
+
+
+@functools.cache
+def begun():
+    pipe = pipeline()
+    return pipe, pipe.init(jax.random.key(0), (GOOD, GOOD))
+
+
+class OnlyAShape:
+    shape, ndim, dtype = (2, 3), 2, np.dtype("float32")
+
+
+class Frame:
+    """A table without one dtype."""
+
+    shape, ndim = (2, 3), 2
+
+    def __getitem__(self, rows):
+        return GOOD[rows]
+
+
+def deleted():
+    found = jax.numpy.ones((2, 3))
+    found.delete()
+    return found
+
+
+ODD_BATCHES = {
+    "masked": (lambda: np.ma.masked_array(np.ones((2, 3), np.float32), mask=np.eye(2, 3)), r"found a masked array float32\[2, 3\].*filled"),
+    "random keys": (lambda: jax.random.split(jax.random.key(0), 2), r"expected arrays of numbers, found .*convert key<fry> to numbers"),
+    "keys of several types": (lambda: {1: np.ones((2, 3)), "a": np.ones((2, 3))}, "expected dicts with keys that can be sorted"),
+    "a table": (Frame, "expected arrays of numbers, found .*convert Frame to numbers"),
+    "no rows": (OnlyAShape, "expected arrays whose rows can be read, found OnlyAShape"),
+    "a spec": (lambda: jax.ShapeDtypeStruct((2, 3), np.float32), "expected arrays whose rows can be read, found ShapeDtypeStruct"),
+    "deleted": (deleted, r"found float32\[2, 3\] that was deleted"),
+}
+
+
+@pytest.mark.parametrize(("inputs", "message"), ODD_BATCHES.values(), ids=ODD_BATCHES)
+def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
+    pipe, state = begun()
+    with pytest.raises(InputError, match=f"^batch: {message}"):
+        pipe.step(state, (inputs(), GOOD))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Plan.from_json(b"\xff"), "plan: expected a plan as JSON, found bytes that are no text in UTF-8"),
+        (lambda: Plan.even("abc", True, "gpipe", 2), "plan: num_stages: expected an integer, found True"),
+        (lambda: lower(Plan.even("abc", 1, "gpipe", 2), True), "lower: expected integers, .*batches True"),
+        (lambda: jpipe.Link(-1), "Link: bandwidth: expected bytes per second above 0, found -1"),
+        (lambda: jpipe.Link(float("nan")), "Link: bandwidth: .*found nan"),
+        (lambda: jpipe.Link("1 GB/s"), "Link: bandwidth: .*found '1 GB/s'"),
+        (lambda: jpipe.Link(1, -1), "Link: latency: expected seconds, 0 or more, found -1"),
+        (lambda: jpipe.Link(1, float("nan")), "Link: latency: .*found nan"),
+        (
+            lambda: jpipe.simulate(lower(Plan.even("ab", 1, "gpipe", 2), 1), [StageCost(forward=float("nan"))]),
+            "simulate: costs of stage 0: forward: expected a number of 0 or more, found nan",
+        ),
+    ],
+)
+def test_impossible_numbers_are_refused(make, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda text: Plan.even("abc", 2, text, 2),
+        lambda text: Plan.even("abc", 2, "gpipe", 2, split_backward=text),
+        lambda text: Plan.even("abc", 2, "gpipe", 2, **{text: 1}),
+        lambda text: jpipe.Precision(params=text),
+        lambda text: jpipe.Precision(loss_scale=text),
+        lambda text: Pipeline(STACK, pipeline().plan, models.squares, models.momentum(), clip_global_norm=text),
+        lambda text: jpipe.LayerStack({"a": lambda x: x}, ties=[jpipe.Tie((text,), ("a", "b"))]),
+        lambda text: Plan.from_json(json.dumps({"format": text})),
+    ],
+)
+def test_a_long_value_is_not_shown_whole(make):
+    for text in ("x" * 100_000, "x y\n" * 25_000):
+        with pytest.raises(InputError) as caught:
+            make(text)
+        assert len(str(caught.value)) < 2_000
+    assert len(InputError(*("problem",) * 100_000).args) < 1_000

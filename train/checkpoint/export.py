@@ -107,9 +107,18 @@ def _averaged(folder: Path, step: int, layers: dict[str, Any]) -> dict[str, Any]
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, such as "dense/kernel"; as checkpoints name them, "array" where the tree is one array."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/") or "array": leaf for path, leaf in leaves}
+    """The leaves of a pytree by their paths, such as "dense/kernel"; as checkpoints name them, "array" where the tree is one array.
+
+    Raises:
+        InputError: two leaves have the same path.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+        if name in found:
+            raise InputError(f"checkpoint: two arrays of a layer would have the name '{name}'; rename one of them in the model")
+        found[name] = leaf
+    return found
 
 
 def state_name(layer_id: str) -> str:

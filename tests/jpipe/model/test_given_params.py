@@ -124,3 +124,27 @@ def test_what_else_flax_has_besides_parameters_is_refused():
         begun(pipe, {"b": nnx.state(norm)})
     with pytest.raises(InputError, match=r"layer 'a': .*the key 'params' of all variables; give \['params'\] of it"):
         begun(pipe, {"a": {"params": {}}})
+
+
+def slashed() -> jpipe.Layer:
+    """A dense layer with a parameter "a/b" and a parameter "b" inside of "a"."""
+    inner = models.dense()
+
+    def init(key, x):
+        params, state = inner.init(key, x)
+        return {"a/b": params["w"], "a": {"b": params["b"]}}, state
+
+    return jpipe.Layer(init, lambda params, *rest: inner.apply({"w": params["a/b"], "b": params["a"]["b"]}, *rest))
+
+
+def test_a_slash_in_the_name_of_a_parameter_is_no_path():
+    stack = jpipe.LayerStack({"x": slashed(), "y": models.dense()})
+    pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
+    state = begun(pipe, None, seed=1)
+    params, snapshot = on_host(pipe.params(state)), pipe.snapshot(1)
+    running.check_equal(on_host(pipe.params(begun(pipe, params))), params)
+    state, _ = pipe.step(state, BATCHES[0], observe=snapshot)
+    running.check_equal(pipe.params(pipe.restore(jax.random.key(1), BATCHES[0], snapshot.layers(), 1)), pipe.params(state))
+    tied = jpipe.LayerStack({"x": slashed(), "y": models.dense()}, ties=[jpipe.Tie(("x", "a/b"), ("y", "w"))])
+    with pytest.raises(InputError, match=r"ties: layer 'x' has 2 parameters 'a/b'; rename"):
+        tied.specs(BATCHES[0][0])

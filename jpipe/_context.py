@@ -1,0 +1,46 @@
+"""The settings of JAX around a call of the user's: those that belong to other programs do not reach a pipeline's."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jpipe.errors import InputError
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Run without the mesh that the user has set (`jax.set_mesh`): the plan says which devices a stage has.
+
+    Inside a function that JAX compiles nothing is changed.
+    """
+    outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    with contextlib.suppress(ValueError):  # it is being traced
+        outside = jax.set_mesh(None)
+    with outside:
+        yield
+
+
+@contextlib.contextmanager
+def own_context() -> Iterator[None]:
+    """Run a method of a pipeline, without the mesh and the transfer guard that the user has set.
+
+    Other settings of JAX hold for it, too, such as `jax.default_matmul_precision` while `init` compiles.
+
+    Raises:
+        InputError: `jax.disable_jit` is on, or the call is inside a function that JAX traces.
+    """
+    if jax.config.jax_disable_jit:
+        raise InputError(
+            "jax_disable_jit is on: a pipeline runs programs that are compiled ahead; turn it off, and to look into a layer use "
+            "jax.debug.print, or call LayerStack.apply without a pipeline"
+        )
+    try:
+        outside = jax.set_mesh(None)
+    except ValueError:
+        raise InputError(
+            "a method of a pipeline was called inside a function that JAX traces (jax.jit, jax.grad, …): a pipeline compiles programs of "
+            "its own; call it outside"
+        ) from None
+    with outside, jax.transfer_guard("allow"):  # numbers of microbatches, say, go to devices
+        yield

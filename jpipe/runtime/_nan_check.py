@@ -1,0 +1,115 @@
+"""The check for NaN and infinity in each computation, while `jax_debug_nans` or `jax_debug_infs` is on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.errors import shortened
+from jpipe.plan import Plan
+from jpipe.stages._compile import CompiledStage
+
+Tree = Any
+
+_RNG = {"forward": 4, "forward_backward": 5, "forward_backward_input": 4, "evaluate": 4}
+"""By name of a call that runs the layers forward, which argument is (microbatch, key)."""
+
+
+def is_on() -> bool:
+    """Whether JAX is set to look for NaN or infinity."""
+    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+
+
+def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
+    """The stages of the workers with calls that wait for their results and look at them.
+
+    JAX itself looks at what a compiled program returns the first time, and no more.
+
+    Args:
+        plan: the plan.
+        stages: by worker, for each bucket.
+    """
+
+    def of(w: int, stage: CompiledStage) -> CompiledStage:
+        return replace(stage, calls={name: _Checked(plan.workers[w][0], stage, name, call) for name, call in stage.calls.items()})
+
+    return {w: [of(w, stage) for stage in of_worker] for w, of_worker in stages.items()}
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A call of a stage that raises `FloatingPointError`, as JAX does, if there is NaN or infinity in its results."""
+
+    number: int
+    stage: CompiledStage
+    name: str
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        wanted = _wanted()
+        with jax.debug_nans(False), jax.debug_infs(False):
+            results = self.call(*arguments)
+            if found := _found(self._visible(results), wanted):
+                where = f"stage {self.number} (layers {shortened(self.stage.functions.stage.layers)})"
+                raise FloatingPointError(f"{where}: {found} in what its {self.name} computes; {self._begins(arguments, results, wanted)}")
+        return results
+
+    def _visible(self, results: Any) -> Any:
+        """The results without what a forward keeps for its backward, where an operation that is masked later may leave anything."""
+        match self.name:
+            case "forward" | "forward_backward_input":
+                return results[0][:2]
+            case "backward_input":
+                return results[0][0]
+        return results
+
+    def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
+        """Where it begins: the layer, if it is one of this stage."""
+        if self.name in _RNG and (found := self._in_forward(arguments, wanted)):
+            return found
+        sums = results[0][1] if self.name in ("backward", "forward_backward") else results[0] if self.name == "backward_weight" else {}
+        layers = [entry for entry, gradient in sums.get("gradients", {}).items() if _found(gradient, wanted)]
+        if layers:
+            return f"the last layer with it in its gradients is '{layers[-1]}'"
+        return "it begins in its backward" if "backward" in self.name else "it begins there"
+
+    def _in_forward(self, arguments: tuple[Any, ...], wanted: "Wanted") -> str:
+        """Run the layers one by one on the same arguments; "" if none of their outputs has it."""
+        f, (params, state, x) = self.stage.functions, arguments[:3]
+        number, train = _RNG[self.name], self.name != "evaluate"
+        microbatch, key = arguments[number] if number < len(arguments) else (None, None)
+        if _found(x, wanted):
+            return "its input has it already"
+        for layer_id in f.stage.layers:
+            whole = f.stack.ties.whole(layer_id, params)
+            if _found(whole, wanted):
+                return f"the parameters of layer '{layer_id}' have it already"
+            try:
+                x, new_state = f.stack.apply([layer_id], {layer_id: whole}, state, x, key=key, microbatch=microbatch, train=train)
+            except Exception:  # a layer may run only where it is compiled
+                return ""
+            if _found((x, new_state), wanted):
+                return f"it begins in the forward of layer '{layer_id}'"
+        return "it begins in the loss" if f.last and not train else ""
+
+
+Wanted = Mapping[str, Callable[[Any], Any]]
+"""What to look for: by name how it is recognized."""
+
+
+def _wanted() -> Wanted:
+    known = {"NaN": (jax.config.jax_debug_nans, jnp.isnan), "infinity": (jax.config.jax_debug_infs, jnp.isinf)}
+    return {name: test for name, (is_asked, test) in known.items() if is_asked}
+
+
+def _found(tree: Tree, wanted: Wanted) -> str:
+    """Which of the wanted is in the floating-point arrays of a tree; "" if none."""
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            for name, test in wanted.items():
+                if np.any(jax.device_get(test(leaf))):
+                    return name
+    return ""

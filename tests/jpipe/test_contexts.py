@@ -1,0 +1,68 @@
+"""Pipelines inside of contexts that the user has set for other programs."""
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe import InputError
+from tests.jpipe import models, running
+
+BATCH = models.batches_of(1, models.ROWS * 2)[0]
+
+
+def built(**options):
+    stack = jpipe.LayerStack({"a": models.noisy(), "b": models.dense()})
+    plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", 2)
+    return jpipe.Pipeline(stack, plan, models.squares, models.momentum(), **options)
+
+
+def everything(pipe, key):
+    """What all methods return: (loss in training, loss in evaluation, the parameters)."""
+    pipe.check(BATCH)
+    state = pipe.init(key, BATCH)
+    snapshot = pipe.snapshot(1)
+    state, _ = pipe.step(state, BATCH, observe=snapshot)
+    state = pipe.drain(state)
+    found = pipe.evaluate(state, BATCH).loss, pipe.params(state)
+    pipe.check_layers(BATCH, snapshot.layers(), 1)
+    restored = pipe.restore(key, BATCH, snapshot.layers(), 1)
+    pipe.step(restored, BATCH)
+    return [float(found[0]), found[1], [cost.weights for cost in pipe.costs(BATCH)]]
+
+
+def mesh():
+    return jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+
+
+@pytest.mark.parametrize(
+    "context", [mesh, lambda: jax.transfer_guard("disallow"), lambda: jax.default_device(jax.devices()[1])], ids=["mesh", "guard", "device"]
+)
+def test_contexts_of_other_programs_change_nothing(context):
+    key = jax.random.key(3)
+    expected = everything(built(), key)
+    with context():
+        found = everything(built(), key)
+    running.check_equal(found, expected)
+
+
+def test_the_mesh_of_the_user_is_back_after_a_call():
+    with mesh():
+        before = jax.sharding.get_abstract_mesh()
+        built().check(BATCH)
+        assert jax.sharding.get_abstract_mesh() == before
+
+
+def test_a_pipeline_inside_of_a_traced_function_is_refused():
+    pipe = built()
+    state = pipe.init(jax.random.key(0), BATCH)
+    for transformation in (jax.jit, jax.grad):
+        with pytest.raises(InputError, match=r"called inside a function that JAX traces .*call it outside"):
+            transformation(lambda x: pipe.step(state, (x, BATCH[1]))[1].losses[0])(np.asarray(BATCH[0]))
+    assert 0 in pipe.step(state, BATCH)[1].losses
+
+
+def test_disable_jit_is_refused():
+    pipe = built()
+    with jax.disable_jit(), pytest.raises(InputError, match=r"jax_disable_jit is on: .* turn it off"):
+        pipe.init(jax.random.key(0), BATCH)
