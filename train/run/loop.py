@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ def prepared(
         if config.plan.file == AUTO:
             same = resumed is not None and resumed.facts.devices == jax.device_count()
             plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-        pipe, batches = together.run_on_all(lambda plan=plan, resumed=resumed: ready(config, reporter, plan, resumed))
-        together.agree(lambda pipe=pipe, batches=batches: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        pipe, batches = together.run_on_all(functools.partial(ready, config, reporter, plan, resumed))
+        together.agree(functools.partial(common_facts, pipe, batches))
         if resumed is None:
             return pipe, batches, None, None
         layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
@@ -133,6 +134,11 @@ def prepared(
             raise together.shared(jpipe.InputError(wrong))
         reporter.say(f"checkpoint: {passed_over(wrong)}")
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
+
+
+def common_facts(pipe: jpipe.Pipeline, batches: data.Data) -> dict[str, str]:
+    """What has to be the same in all processes, once the plan is known and the data are read."""
+    return {"plan": pipe.plan.to_json(), "data": batches.digest()}
 
 
 def ready(
