@@ -450,7 +450,7 @@ def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(wha
         complete(tmp_path, 30, 2, facts=None)
 
     monkeypatch.setattr(owner, name, harmed)
-    with pytest.raises(OSError, match="."):  # it names the file, or what Orbax has said
+    with pytest.raises(OSError, match=r"."):  # it names the file, or what Orbax has said
         write()
     monkeypatch.undo()
     assert steps(tmp_path) == []
