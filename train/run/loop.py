@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +118,7 @@ def prepared(
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        plan = None
-        if config.plan.file == AUTO:
-            same = resumed is not None and resumed.facts.devices == jax.device_count()
-            plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-        pipe, batches = together.run_on_all(functools.partial(ready, config, reporter, plan, resumed))
-        together.agree(functools.partial(common_facts, pipe, batches))
+        pipe, batches = agreed(config, together, resumed, reporter)
         if resumed is None:
             return pipe, batches, None, None
         layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
@@ -136,9 +130,15 @@ def prepared(
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
 
 
-def common_facts(pipe: jpipe.Pipeline, batches: data.Data) -> dict[str, str]:
-    """What has to be the same in all processes, once the plan is known and the data are read."""
-    return {"plan": pipe.plan.to_json(), "data": batches.digest()}
+def agreed(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+    """The pipeline and its data, once the plan is known; they are the same in all processes."""
+    plan = None
+    if config.plan.file == AUTO:
+        same = resumed is not None and resumed.facts.devices == jax.device_count()
+        plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
+    pipe, batches = together.run_on_all(lambda: ready(config, reporter, plan, resumed))
+    together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+    return pipe, batches
 
 
 def ready(
