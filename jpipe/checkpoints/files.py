@@ -442,9 +442,9 @@ def _renamed(place: Path) -> Path:
     if other := _not_ours(place):
         raise OSError(errno.EPERM, other, str(place))
     for number in itertools.count(1):
-        other = place.with_name(f"{place.name}.old" + (f"-{number}" if number > 1 else ""))
-        if not os.path.lexists(other):
-            return place.rename(other)
+        renamed = place.with_name(f"{place.name}.old" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(renamed):
+            return place.rename(renamed)
     raise AssertionError("count() does not end")
 
 

@@ -46,10 +46,13 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
     try:
         with _without_tracebacks():
             _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))
-    except Exception as error:
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, as where files vanish while they are written
         code = _OS_ERROR.search(str(error))
         if code is None:
-            raise
+            said = (str(error).splitlines() or [""])[0][:200]
+            raise OSError(errno.EIO, f"Orbax could not write it ({type(error).__name__}: {said})", str(path)) from error
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     files = sorted(file for file in path.rglob("*") if file.is_file())
     _compare(path, item)

@@ -90,12 +90,15 @@ class Together:
             done, problem = None, error
         if self.processes is not None:
             passing = "" if problem is None or not may_pass(problem) else "yes"
+            difference: jpipe.InputError | None = None
             try:
                 self.processes.agree({"outcome": "" if problem is None else str(problem), _MAY_PASS: passing})
-            except jpipe.InputError as difference:
+            except jpipe.InputError as error:
+                difference = error
+            if difference is not None:  # raised here, since an error that is raised in a handler forgets what it was raised for
                 self.all_know = True
                 difference.may_pass = any(line.startswith(_MAY_PASS) for line in difference.args)  # type: ignore[attr-defined]
-                raise problem or ReportedElsewhere(self.processes.index, "another process", difference) from None
+                raise problem or ReportedElsewhere(self.processes.index, "another process", difference)
         if problem is not None:
             raise self.shared(problem)
         return cast(T, done)

@@ -119,12 +119,7 @@ def prepared(
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        plan = None
-        if config.plan.file == AUTO:
-            same = resumed is not None and resumed.facts.devices == jax.device_count()
-            plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-        pipe, batches = together.run_on_all(lambda plan=plan, resumed=resumed: ready(config, reporter, plan, resumed))
-        together.agree(lambda pipe=pipe, batches=batches: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        pipe, batches = agreed(config, together, resumed, reporter)
         if resumed is None:
             return pipe, batches, None, None
         layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
@@ -134,6 +129,17 @@ def prepared(
             raise together.shared(jpipe.InputError(wrong))
         reporter.say(f"checkpoint: {passed_over(wrong)}")
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
+
+
+def agreed(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+    """The pipeline and its data, once the plan is known; they are the same in all processes."""
+    plan = None
+    if config.plan.file == AUTO:
+        same = resumed is not None and resumed.facts.devices == jax.device_count()
+        plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
+    pipe, batches = together.run_on_all(lambda: ready(config, reporter, plan, resumed))
+    together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+    return pipe, batches
 
 
 def ready(

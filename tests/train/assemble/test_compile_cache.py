@@ -93,3 +93,17 @@ def test_the_oldest_programs_beyond_the_limit_are_removed(tmp_path, monkeypatch)
     monkeypatch.setattr(compile_cache, "_LARGEST", 250)
     compile_cache._remove_oldest(Path(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["middle", "new"]
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
+def test_a_home_that_is_not_utf8_keeps_nothing_and_says_so(variable, monkeypatch, tmp_path):
+    folder = f"{tmp_path}/\udcff"
+    monkeypatch.setenv(variable, folder)
+    told = compile_cache.use("auto")
+    assert told is not None
+    assert told.endswith(
+        "\\xff" + ("/.cache" if variable == "HOME" else "") + "' cannot be used: its name is not UTF-8; compiled programs are not kept"
+    )
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    assert not os.path.exists(folder)

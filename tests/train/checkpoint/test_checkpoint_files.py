@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import orbax_item
 from jpipe.checkpoints import records as checkpoint_records
 from jpipe.checkpoints.files import (
     begin,
@@ -409,6 +411,65 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(run):
     assert newest_good(run, print) == 30
 
 
+WRITTEN = {  # what vanishes, once it is written and before the next is
+    "the arrays": ("process-1*/ocdbt.process_0/d", orbax_item._OwnArrays, "serialize"),
+    "the item": ("process-1*", orbax_item._OwnArrays, "serialize"),
+    "the checkpoint": (".", orbax_item._OwnArrays, "serialize"),
+    "the index": ("process-1/d", orbax_item, "_compare"),
+    "all arrays": ("process-1/ocdbt.process_0", orbax_item, "_compare"),
+    "a file that is listed": ("process-1/d", checkpoint_files, "describe"),
+    "the parts": ("process-0", checkpoint_files, "write_atomically"),
+    "the record": ("process-1.json", checkpoint_files, "verify_item"),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(what, tmp_path, monkeypatch, capfd):
+    pattern, owner, name = WRITTEN[what]
+    write_layers(tmp_path, 30, layers_of(0), 0)
+    real = getattr(owner, name)
+
+    def harm():
+        for path in list(place(tmp_path, 30).glob(pattern)) or [place(tmp_path, 30)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def harmed(*arguments, **options):
+        if name != "serialize":
+            harm()
+            return real(*arguments, **options)
+
+        async def then():
+            found = await real(*arguments, **options)
+            harm()
+            return found
+
+        return then()
+
+    def write():
+        write_layers(tmp_path, 30, {"x": {"params": {"0": {"w": np.ones((40, 40))}}}}, 1)
+        complete(tmp_path, 30, 2, facts=None)
+
+    monkeypatch.setattr(owner, name, harmed)
+    with pytest.raises(OSError, match=r"."):  # it names the file, or what Orbax has said
+        write()
+    monkeypatch.undo()
+    assert steps(tmp_path) == []
+    assert capfd.readouterr().err == "", "no traceback of Orbax's"
+
+
+def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, capfd, caplog):
+    """Its thread logs the exception that `save` raises as well."""
+
+    def full(self, text, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(type(epath.Path("/")), "write_text", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_layers(tmp_path, 30, layers_of(0), 0)
+    assert capfd.readouterr().err == ""
+    assert caplog.records == []
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "run").write_text("a file")
     told = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
@@ -484,6 +545,32 @@ def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
     shutil.rmtree(place(run, 20) / "process-1")
     prune(run, keep=1)
     assert steps(run) == [10, 20]
+
+
+def test_a_damaged_one_is_neither_counted_nor_removed(run):
+    for step in (30, 40):
+        save(run, step)
+    (place(run, 30) / "process-1.json").unlink()
+    prune(run, keep=2)
+    assert steps(run) == [20, 30, 40]
+    save(run, 50)
+    prune(run, keep=2)
+    assert steps(run) == [30, 40, 50]
+
+
+def test_what_cannot_be_read_is_passed_over_though_its_hashes_fit(run):
+    index = next((place(run, 20) / "process-0" / "d").iterdir())
+    index.unlink()
+    record = json.loads((place(run, 20) / "process-0.json").read_text())
+    del record["files"][f"d/{index.name}"]
+    (place(run, 20) / "process-0.json").write_text(json.dumps(record))
+    marker = json.loads((place(run, 20) / "checkpoint.json").read_text())
+    marker["items"]["process-0.json"] = hashlib.sha256((place(run, 20) / "process-0.json").read_bytes()).hexdigest()
+    (place(run, 20) / "checkpoint.json").write_text(marker_text(20, marker["items"], marker["rows"], marker["facts"]))
+    verify(run, 20)
+    told: list[str] = []
+    assert newest_good(run, told.append) == 10
+    assert [line.partition(": ")[0] for line in told] == [str(place(run, 20) / "process-0")]
 
 
 def test_a_kill_while_removing_leaves_what_is_unfinished_not_what_is_damaged(run, monkeypatch):

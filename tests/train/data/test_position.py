@@ -163,7 +163,11 @@ def of_length(tiny, monkeypatch):
     def make(count: int, *, again: bool = False) -> Config:
         module.batches = lambda seed, batch_size: (Short(batch_size, count, again=again), Short(batch_size, 1, again=False))
         monkeypatch.setitem(sys.modules, "short_data", module)
-        own = {"data": {"target": "short_data:batches"}, "model": {"target": "short_data:batches"}, "loss": {"target": "short_data:batches"}}
+        own = {
+            "data": {"target": "short_data:batches"},
+            "model": {"target": "short_data:batches"},
+            "loss": {"target": "short_data:batches"},
+        }
         return changed(tiny | own, train={"steps": 7})
 
     return make

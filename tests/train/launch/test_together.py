@@ -1,6 +1,7 @@
 """`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import os
@@ -21,10 +22,11 @@ import yaml
 
 from jpipe import InputError, PeerLost, Plan
 from jpipe.processes import Processes
-from jpipe.processes._coordinator import Coordinator
+from jpipe.processes._coordinator import Coordinator, _differences
 from tests.train.conftest import changed
 from train import cli
 from train.config import config_file
+from train.console.exit_codes import code_of
 from train.launch import distributed, together
 from train.report.metrics_log import RunStopped, repeatable
 from train.run import loop
@@ -420,6 +422,87 @@ class Noted(Processes):
             raise InputError("enough")
 
 
+class Pair(Processes):
+    """One of two processes in threads of this one."""
+
+    def __init__(self, index, shared):
+        self.index, self.count, self._shared = index, 2, shared
+
+    def agree(self, facts, limit=0.0):
+        self._shared["facts"][self.index] = facts
+        self.barrier("")
+        differences = _differences(self._shared["facts"])
+        self.barrier("")
+        if differences:
+            raise InputError(*differences)
+
+    def barrier(self, name, limit=0.0):
+        self._shared["barrier"].wait(LIMIT)
+
+    def broadcast(self, name, values):
+        self._shared["messages"][name] = tuple(values)
+
+    def has_message(self, name):
+        return name in self._shared["messages"]
+
+    def receive(self, name, on=None, what=None):
+        return self._shared["messages"][name]
+
+
+def in_both(work):
+    """What `work(together)` gives or raises in each of two processes."""
+    shared = {"facts": {}, "messages": {}, "barrier": threading.Barrier(2)}
+    found = {}
+
+    def run(index):
+        try:
+            found[index] = work(together.Together(Pair(index, shared)))
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    return found[0], found[1]
+
+
+class Lost(InputError):
+    """What both go on after."""
+
+
+def test_all_processes_know_what_one_of_them_cannot_read():
+    def work(one):
+        def read():
+            if one.index == 1:
+                raise Lost("process-1/d: is missing")
+            return "layers"
+
+        return one.attempt("the layers", read, Lost), one.attempt("other layers", lambda: one.index, Lost)
+
+    lost = None, "process-1/d: is missing"
+    assert in_both(work) == ((lost, (0, "")), (lost, (1, "")))
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ENOENT, 2)])
+def test_all_processes_end_with_the_code_of_the_one_that_fails(number, code):
+    def work(one):
+        def read():
+            if one.index == 1:
+                try:
+                    raise OSError(number, os.strerror(number))
+                except OSError as error:
+                    raise InputError(f"data.path: {error.strerror}") from None
+
+        return one.run_on_all(read)
+
+    first, second = in_both(work)
+    assert isinstance(first, together.ReportedElsewhere)
+    assert first.code == code
+    assert (str(second), code_of(second)) == (f"data.path: {os.strerror(number)}", code)
+
+
 def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
     noted = Noted()
 
@@ -434,7 +517,7 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
         return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
 
     monkeypatch.setattr(loop, "ready", ready)
-    monkeypatch.setattr(loop, "find_resumed", lambda *_: None)
+    monkeypatch.setattr(loop, "find_resumed", lambda *_, **__: None)
     monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
     found = []
     for microbatches in 2, 4:

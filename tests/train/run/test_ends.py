@@ -153,10 +153,9 @@ def sealed(place: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
-    config = changed(saved, train={"steps": 6})
-    folder = loop.main(config).folder
+    folder = loop.main(changed(saved, train={"steps": 6})).folder
     place = folder / "checkpoints" / "00000006"
-    whole = rows_of(folder)
+    losses = [row["loss"] for row in rows_of(folder)]
     if lost == "facts":
         marker = json.loads((place / "checkpoint.json").read_text())
         marker["facts"]["devices"] = "many"
@@ -168,16 +167,16 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
     if lost == "arrays":  # so that only who reads the arrays finds it out
         monkeypatch.setattr(checkpoint_files, "layer_specs", lambda folder, step, real=checkpoint_files.layer_specs: real(folder, 4))
     capsys.readouterr()
-    assert loop.main(config).steps == 6
+    assert loop.main(changed(saved)).steps == 7
     told = capsys.readouterr().out.splitlines()
     [line] = [line for line in told if line.startswith("checkpoint: ")]
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
     assert line.endswith("; the one before is tried")
-    assert "resumes at step 4" in told
+    assert any(line.startswith("resumes at step 4") for line in told)
     assert f"checkpoints of later steps are kept as 00000006.old in '{folder / 'checkpoints'}'" in told
-    assert checkpoint_files.steps(folder) == [2, 4, 6]
+    assert checkpoint_files.steps(folder) == [4, 6, 7]
     assert (folder / "checkpoints" / "00000006.old" / "checkpoint.json").exists(), "the damaged one is not removed"
-    assert rows_of(folder) == whole
+    assert [row["loss"] for row in rows_of(folder)][:6] == losses
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
@@ -265,8 +264,8 @@ def test_a_disk_that_is_out_of_order_at_the_start_may_be_tried_again(number, cod
     assert not Path(saved["run"]["dir"]).exists()
 
 
-def test_a_folder_in_which_another_run_still_trains_may_be_tried_again(saved, monkeypatch):
-    plan = jpipe.Plan.even(("embed", "block_0", "head"), num_stages=2)
+def test_a_folder_in_which_another_run_still_trains_may_be_tried_again(saved):
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
     with RunFolder(changed(saved), plan), pytest.raises(InputError, match=r"run\.dir: another process is training in") as refused:
         RunFolder(changed(saved), plan, resumes=True)
     assert code_of(refused.value) == 1

@@ -1,0 +1,46 @@
+"""What a command meets before it can do anything: variables that JAX refuses, a current folder that is gone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jpipe.files import shown
+from train import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_NUM_CPU_DEVICES", "few")])
+def test_a_variable_that_jax_refuses_is_named_in_one_line(name, value):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), name: value}
+    command = [sys.executable, "-P", "-m", "jpipe_command", "train", "none.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"jpipe: JAX does not accept {name}='{value}': ")
+    assert done.stderr.endswith("; correct or unset the variable\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_of_another_kind_is_not_taken_for_one_of_jaxs_variables():
+    assert cli._refused_by_jax(ValueError("JAX_ENABLE_X64")) is None
+
+
+@pytest.fixture
+def gone(tmp_path, monkeypatch):
+    """The current folder, which somebody has removed."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+
+@pytest.mark.usefixtures("gone")
+def test_a_current_folder_that_is_gone_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+    assert cli.main(["train", str(tmp_path / "config.yaml")]) == 2
+    told = "jpipe: the current folder cannot be used: No such file or directory; change to another one (cd), and try again\n"
+    assert capsys.readouterr() == ("", told)
+    assert shown(tmp_path / "run") == str(tmp_path / "run"), "a run that goes on names its folder"
+    monkeypatch.chdir(tmp_path)
