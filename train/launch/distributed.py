@@ -80,20 +80,22 @@ def start(
     if me is None or me.num_processes == 1:
         return 1
     _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
+    certificates = jax_runtime.uses_certificates()
     if me.process_id == 0:
         if _secret is None and not is_loopback(me.coordinator.host):
             _warn(
                 f"no secret is set: whoever reaches port {me.coordinator.port} of this host can pose as one of the processes; "
                 f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
             )
-        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen)
+        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen, certificates)
         if meeting.dropped:
             _warn(f"{meeting.dropped} while the processes connected")
         # Process 0 leaves last, because JAX ends the others when their coordinator ends. (An ExitStack calls in reverse order.)
         _at_the_end.callback(jax.distributed.shutdown)
         _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
     else:
-        _at_the_end.enter_context(rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret))
+        joined = rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret, certificates)
+        _at_the_end.enter_context(joined)
         _at_the_end.callback(jax.distributed.shutdown)
     jax_runtime.start(me.coordinator, me.num_processes, me.process_id, me.devices, listen, connect_limit)
     return me.num_processes

@@ -2,9 +2,12 @@
 
 import math
 import os
+import ssl
 
 import jax
 
+from jpipe import InputError
+from jpipe.errors import short
 from jpipe.processes import jax_internals
 from jpipe.processes.addresses import is_loopback, own_loopback
 from train.launch.rendezvous import Address, NotConnected
@@ -13,6 +16,9 @@ from train.launch.rendezvous import Address, NotConnected
 # longer than a laptop sleeps. jpipe's own channel does not include that time, and detects a lost process within a minute.
 HEARTBEAT_TIMEOUT = 24 * 3600
 SHUTDOWN_TIMEOUT = 10
+
+_CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
+_VERIFY = "jax_distributed_verify_secure_credentials"
 
 
 def start(
@@ -52,6 +58,36 @@ def start(
         raise NotConnected(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
     if is_loopback(coordinator.host):
         jax_internals.keep_gloo_at(own_loopback())
+
+
+def uses_certificates() -> bool:
+    """Whether JAX's connections to the coordinator are encrypted, and both ends show certificates; checks the files.
+
+    JAX ends the process by SIGABRT where they do not fit.
+
+    Raises:
+        InputError: some of the three are missing or cannot be read, or this version of JAX knows none.
+    """
+    known = [name for name in _CERTIFICATES if name in jax.config.values]
+    given = {name.upper(): (jax.config.values[name] if name in known else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
+    names = ", ".join(given)
+    if not any(given.values()):
+        if jax.config.values.get(_VERIFY):
+            raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {names}, or unset it")
+        return False
+    if not known:
+        raise InputError(f"{names}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
+    if missing := [name for name, file in given.items() if not file]:
+        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {names}")
+    chain, private, authority = given.values()
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(chain, private, password=lambda: "")  # asks nobody
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        found = ", ".join(short(file) for file in given.values())
+        raise InputError(f"{names}: expected PEM files of a certificate, its key and its authority, found {found}: {reason}") from None
+    return True
 
 
 def listening(coordinator: Address) -> Address | None:

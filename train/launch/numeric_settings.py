@@ -6,15 +6,16 @@ import re
 
 import jax
 
-# Settings that may differ between processes: logs, caches, checks, waiting times, addresses; and devices, which are compared separately.
+# Settings that may differ between processes: logs, caches, checks, waiting times, addresses, certificates; and devices, which are compared
+# separately.
 # All others are compared, including those of newer versions of JAX: some change numbers, and a difference in the others is a mistake, too.
 _OWN = re.compile(
     r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"
-    r"|cross_host|transfer_guard|debug|check|cpu_get|include)(_.*)?"
+    r"|cross_host|transfer_guard|debug|check|cpu_get|include|mtls)(_.*)?"
     r"|(jax|mock)_.*(_visible_devices|_debug|_verbose_errors|_cache_errors|_cache_key|_processes|_proxy_envs|_min_ops)"
     r"|jax_(enable_checks|enable_compilation_cache|enable_preemption_service|enable_recoverability|thread_guard"
     r"|array_garbage_collection_guard|hlo_source_file_canonicalization_regex|source_url_schema|send_traceback_to_runtime"
-    r"|distributed_debug|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
+    r"|distributed_debug|distributed_verify_secure_credentials|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
 _VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
 _PREFIXES = "FLAX_", "NNX_"  # of Flax's variables

@@ -66,7 +66,14 @@ class Meeting(NamedTuple):
     dropped: str
 
 
-def host(address: Address, num_processes: int, limit: float, secret: bytes | None = None, listen: Address | None = None) -> Meeting:
+def host(
+    address: Address,
+    num_processes: int,
+    limit: float,
+    secret: bytes | None = None,
+    listen: Address | None = None,
+    certificates: bool = False,
+) -> Meeting:
     """As process 0, wait until all others have connected, and let them continue.
 
     Args:
@@ -75,6 +82,7 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
         limit: seconds to wait.
         secret: the secret of all processes. Without one anybody can pose as one of the others.
         listen: the address on which this process listens; by default the port of `address`, on every network of this machine.
+        certificates: whether JAX's connections use certificates; processes that differ from this one in that end.
 
     Raises:
         InputError: the port is in use; processes did not connect (the message names them); with a secret also: two have the same number,
@@ -104,11 +112,13 @@ def host(address: Address, num_processes: int, limit: float, secret: bytes | Non
             raise
     for caller in present.values():
         caller.link.setblocking(True)
-        caller.answer("go")
+        caller.answer(_go(certificates))
     return Meeting([caller.link for caller in present.values()], door.summary())
 
 
-def join(address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None) -> socket.socket:
+def join(
+    address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None = None, certificates: bool = False
+) -> socket.socket:
     """As another process, connect to process 0 and wait until all have connected.
 
     Args:
@@ -117,6 +127,7 @@ def join(address: Address, process_id: int, num_processes: int, limit: float, se
         num_processes: the number of processes.
         limit: seconds to try.
         secret: the secret of all processes.
+        certificates: whether JAX's connections use certificates here.
 
     Returns:
         An open connection to process 0, which ends when process 0 ends.
@@ -135,10 +146,15 @@ def join(address: Address, process_id: int, num_processes: int, limit: float, se
             time.sleep(_RETRY)
             continue
         answer = _ask(link, address, process_id, num_processes, limit, secret)
-        if answer == "go":
+        if answer == _go(certificates):
             link.settimeout(None)
             return link
         link.close()
+        if answer == _go(not certificates):
+            raise InputError(
+                f"process {process_id} has {'' if certificates else 'no '}certificates, process 0 has {'none' if certificates else 'some'}; "
+                "set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none"
+            )
         if answer is not None:
             raise (NotConnected if _DID_NOT_CONNECT in answer else InputError)(answer.removeprefix("no "))
         reason = "it closed the connection"
@@ -156,6 +172,11 @@ def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
         with link, contextlib.suppress(OSError):
             link.settimeout(max(deadline - time.monotonic(), 0.001))
             link.recv(64)
+
+
+def _go(certificates: bool) -> str:
+    """The answer that lets a process continue."""
+    return "go with certificates" if certificates else "go"
 
 
 def _listen(address: Address, listen: Address | None) -> socket.socket:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from jpipe.processes._coordinator import Beat
 from jpipe.processes._finding import JaxStore
 from jpipe.processes.addresses import is_loopback, own_loopback
 from train.launch import distributed, jax_runtime, rendezvous
+from train.launch.numeric_settings import _OWN, numeric_settings
 from train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
@@ -357,13 +359,61 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     monkeypatch.setattr(jax_runtime, "own_loopback", lambda: "127.7.7.7")
     distributed.start(coordinator, 2, 0)
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
-    assert calls[0][-1] == listens
+    assert calls[0][-2:] == (listens, False)
     assert calls[1] == (None if listens is None else str(Address(*listens)))
     assert calls[2:] == ["gloo at 127.7.7.7"] * local
     told = capsys.readouterr().err.splitlines()
     assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
     assert len(told) == (not local)
     assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in told)
+
+
+def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, monkeypatch):
+    names = "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE"
+
+    def given(*files, **others):
+        values = dict(zip(map(str.lower, names), files, strict=True)) | others
+        monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values=values), __version__="0.12.0"))
+
+    def refused(message):
+        with pytest.raises(InputError, match=message):
+            jax_runtime.uses_certificates()
+
+    given(None, None, None)
+    assert not jax_runtime.uses_certificates()
+    given(None, None, None, jax_distributed_verify_secure_credentials=True)
+    refused("JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS: expected certificates, found none; set JAX_MTLS_CERT_FILE, ")
+    given("chain", None, "authority")
+    refused("JAX_MTLS_KEY_FILE: missing; JAX needs all of JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE")
+    files = [tmp_path / name for name in ("chain", "key", "authority")]
+    for text in None, "no certificate":
+        for file in files if text else ():
+            file.write_text(text)
+        given(*map(str, files))
+        refused("expected PEM files of a certificate, its key and its authority, found .*chain', .*key', .*authority': ")
+    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: types.SimpleNamespace(load_cert_chain=lambda *_, password: None))
+    assert jax_runtime.uses_certificates()
+    monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values={}), __version__="0.10.2"))
+    assert not jax_runtime.uses_certificates()
+    monkeypatch.setenv(names[0], "chain")  # this JAX would go on without it
+    refused("JAX 0.10.2 has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
+
+
+def test_certificates_may_differ_between_processes():
+    own = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
+    assert all(_OWN.fullmatch(name) for name in (*own, "jax_distributed_verify_secure_credentials"))
+    assert not {*own} & {*numeric_settings()}
+
+
+def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
+    run = Meets(SECRET)
+    with ThreadPoolExecutor() as pool:
+        own = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
+        with pytest.raises(InputError, match="process 1 has certificates, process 0 has none; set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE"):
+            own[0].result(LIMIT)
+        for link in (own[1].result(LIMIT), *run.hosting.result(LIMIT).links):
+            link.close()
+    run.pool.shutdown()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
