@@ -148,6 +148,7 @@ def simulate(
     overrides: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="KEY=VALUE")] = (),
     batches: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     png: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    no_compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     allow_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
     """Show what a pipeline would do: timeline, bubble, weight versions and, for a config, bytes. Nothing is trained.
@@ -157,6 +158,8 @@ def simulate(
         overrides: Replace one key of a config, such as plan.schedule=gpipe.
         batches: How many batches to show; by default enough to see the steady state.
         png: Draw the timeline into this file and, for a config, the memory into one next to it.
+        no_compile: Do not compile the stages of a config, which takes seconds for small models and minutes for large ones; the temporaries
+            of their programs, and so the peak memory, are then not known.
         allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.held():
@@ -165,7 +168,7 @@ def simulate(
     interrupt.check()
 
     try:
-        shown = simulation.main(source, overrides, batches, png, allow_code=allow_code)
+        shown = simulation.main(source, overrides, batches, png, allow_code=allow_code, compile=not no_compile)
     except InputError as error:
         return failed(error)
     print("\n".join(map(printable, shown.split("\n"))))

@@ -25,7 +25,7 @@ from planner.profile.measure import measure
 from planner.profile.profile import Profile
 from train.config.config import ModelConfig
 from train.models import cross_entropy, layers
-from train.report.report import unseen_bytes
+from train.report.report import temporary_of_ranks
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # configs/gpt-bytes.yaml with one block less
 BATCH, SIZES = 32, (4, 8, 16)
@@ -121,7 +121,9 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     costs = pipe.costs(batch)  # those of other processes' stages without temporaries
     here = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
     unseen = [
-        size for stages, size in zip(plan.rank_stages, unseen_bytes(plan, costs), strict=True) for _ in range(plan.replicas[stages[0]])
+        size
+        for stages, size in zip(plan.rank_stages, temporary_of_ranks(plan, costs), strict=True)
+        for _ in range(plan.replicas[stages[0]])
     ]
     peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in here}
     return {"ends": ends, "peaks": peaks, "costs": [vars(cost) for cost in costs]}

@@ -38,8 +38,9 @@ class Prediction:
         memory: what each rank holds, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
-        peak_bytes: for each rank the most bytes of arrays alive after any instruction, waiting inputs included.
-        peak_bytes_running: the most bytes while a computation runs: what it reads and what it makes at once, and its temporaries.
+        held_bytes: for each rank the most bytes of arrays alive after any instruction: weights, optimizer state, accumulators, residuals,
+            messages and waiting inputs.
+        peak_bytes: the peak memory: the most bytes at any time, those included that are there only while a computation runs.
         moved_bytes: for each rank the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
     """
@@ -48,10 +49,18 @@ class Prediction:
     memory: MemoryTimeline
     seconds: float
     bubble: float
+    held_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
-    peak_bytes_running: tuple[int, ...]
     moved_bytes: tuple[int, ...]
     versions_alive: tuple[int, ...]
+
+    @property
+    def temporary_bytes(self) -> tuple[int, ...]:
+        """For each rank the part of the peak memory that is there only while a computation runs, `peak_bytes` minus `held_bytes`.
+
+        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before what they are made from is let go.
+        """
+        return tuple(peak - held for peak, held in zip(self.peak_bytes, self.held_bytes, strict=True))
 
     def grid(self, tick: float | None = None) -> str:
         """The timeline as text; `tick` in seconds, by default the shortest computation."""
@@ -72,12 +81,12 @@ class _Rank:
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
         self.spans: list[Span] = []
         self.workers: list[_Worker] = []
-        self.held = self.peak = self.peak_running = 0
+        self.held = self.most_held = self.peak = 0
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
         """Count what all its workers hold at the beginning."""
-        self.held = self.peak = sum(worker.memory.at_first for worker in self.workers)
+        self.held = self.most_held = sum(worker.memory.at_first for worker in self.workers)
         self.sample()
 
     def wait(self, until: float) -> None:
@@ -85,8 +94,8 @@ class _Rank:
 
     def add(self, size: int) -> None:
         self.held += size
-        if self.held > self.peak:
-            self.peak = self.held
+        if self.held > self.most_held:
+            self.most_held = self.held
 
     def update(self, chunk: int, seconds: float) -> None:
         """Note an update of one of its stages, on the span of the stage's last computation."""
@@ -153,8 +162,8 @@ class _Memory:
         """Hold what a computation makes and what it uses while it runs, then only the former."""
         rank = self.rank
         running = rank.held + made + self.cost.temporary
-        if running > rank.peak_running:
-            rank.peak_running = running
+        if running > rank.peak:
+            rank.peak = running
         self.add(made - used)
         rank.sample()
 
@@ -235,8 +244,8 @@ class Predictor:
             memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
-            peak_bytes=tuple(rank.peak for rank in ranks),
-            peak_bytes_running=tuple(max(rank.peak, rank.peak_running) for rank in ranks),
+            held_bytes=tuple(rank.most_held for rank in ranks),
+            peak_bytes=tuple(max(rank.most_held, rank.peak) for rank in ranks),
             moved_bytes=tuple(rank.moved for rank in ranks),
             versions_alive=tuple(worker.memory.most_versions for worker in self._workers),
         )

@@ -36,7 +36,7 @@ class Window:
         return self.seconds / self.batches
 
     @property
-    def peak_bytes(self) -> tuple[int, ...]:
+    def held_bytes(self) -> tuple[int, ...]:
         """The most bytes of arrays that each rank holds after a computation."""
         return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
 

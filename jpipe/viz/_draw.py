@@ -96,7 +96,7 @@ def draw_memory(
     unit: str = "s",
     plan: Plan | None = None,
 ) -> "matplotlib.figure.Figure":
-    """Draw the memory of the ranks over time, with one row per rank and one column per entry, on the same axes; peaks are marked.
+    """Draw the memory of the ranks over time, with one row per rank and one column per entry, on the same axes; the most is marked.
 
     Weights are in blue, one shade per version, so that the versions alive can be counted.
 
@@ -234,7 +234,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
     axes.annotate(
-        f"peak {size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
+        f"at most {size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
         ha="right", va="bottom", size=_INSIDE,
     )  # fmt: skip
 

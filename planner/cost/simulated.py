@@ -21,12 +21,14 @@ class Simulated:
     Attributes:
         batch_seconds: seconds per batch.
         bubble: share of the ranks' time in which they do not compute.
-        peak_bytes: for each rank the peak bytes during a computation, including its results and temporaries.
+        held_bytes: for each rank the most bytes that it holds between its computations, as in `jpipe.programs.Prediction`.
+        peak_bytes: for each rank its peak memory, temporaries included.
         sent_bytes: for each rank the bytes that it sends per batch.
     """
 
     batch_seconds: float
     bubble: float
+    held_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     sent_bytes: tuple[float, ...]
 
@@ -59,7 +61,8 @@ def simulated(
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
-        peak_bytes=prediction.peak_bytes_running,
+        held_bytes=prediction.held_bytes,
+        peak_bytes=prediction.peak_bytes,
         sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
     )
 

@@ -53,13 +53,18 @@ class Ranked:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes of a device of each rank."""
-        if self.simulated is None:
-            return self.candidate.memory
-        peaks, first = self.simulated.peak_bytes, 0
-        found = []
+        """Peak memory of a device of each rank, in bytes."""
+        return self.candidate.memory if self.simulated is None else self._most_of_replicas(self.simulated.peak_bytes)
+
+    @property
+    def held(self) -> tuple[int, ...] | None:
+        """The part of the peak memory that a device of each rank holds between its computations; None if it was not simulated."""
+        return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
+
+    def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        found, first = [], 0
         for count in self.candidate.replicas[: self.candidate.ranks]:
-            found.append(max(peaks[first : first + count]))
+            found.append(max(sizes[first : first + count]))
             first += count
         return tuple(found)
 

@@ -1,7 +1,6 @@
 """The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import jpipe
@@ -13,16 +12,14 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Colours that colour-blind readers can distinguish, and markers, for the schedules in the order of the registry; then they repeat.
-_LOOKS = (
-    ("#8C8C8C", "v"),
-    ("#F0A830", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#0072B2", "o"),
-    ("#D55E00", "P"),
-    ("#56B4E9", "X"),
-    ("#1A1A1A", "*"),
+# A colour and a marker of its own for each schedule, in the order of the registry. Colour-blind readers can distinguish the first eight.
+_COLOURS = (
+    *("#8C8C8C", "#F0A830", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#56B4E9", "#1A1A1A"),
+    *("#7A3E9D", "#8B5A2B", "#A8B400", "#E6007E", "#4B7F00", "#FF8A80", "#2F3E9E", "#00B8B0"),
+)
+_MARKERS: tuple["str | tuple[int, int, int]", ...] = (
+    *("v", "s", "^", "D", "o", "P", "X", "*"),
+    *("<", "p", ">", (4, 1, 0), "h", "d", (6, 1, 0), (3, 1, 0)),
 )
 _FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
 
@@ -59,18 +56,19 @@ def _draw_candidates(
         memory = max((known or candidate).memory)
         fits = candidate.over is None if known is None or limit is None else memory <= limit
         points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
-    shown = [name for name in jpipe.schedules.SCHEDULES if any(kind == name for kind, _ in points)]
-    for kind, (colour, mark) in zip(shown, cycle(_LOOKS), strict=False):
+    for number, kind in enumerate(jpipe.schedules.SCHEDULES):
+        colour, mark = look(number)
         for fits in (False, True):
             if own := points.get((kind, fits)):
                 axes.scatter(
                     [memory for memory, _ in own],
                     [speed for _, speed in own],
-                    s=16 if fits else 10,
+                    s=38 if fits else 18,
                     c=colour,
                     marker=mark,
-                    alpha=0.8 if fits else 0.2,
+                    alpha=0.85 if fits else 0.25,
                     linewidths=0,
+                    zorder=2 if fits else 1,
                     label=kind if fits else None,
                 )
     memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
@@ -88,8 +86,14 @@ def _draw_candidates(
     axes.set_xlabel("most memory of a device", fontsize=9)
     axes.set_ylabel("samples per second, in closed form", fontsize=9)
     axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, frameon=False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
     axes.grid(alpha=0.3)
+
+
+def look(number: int) -> tuple[str, "str | tuple[int, int, int]"]:
+    """The colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
+    again = number // len(_COLOURS)
+    return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + again) % len(_MARKERS)]
 
 
 def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:

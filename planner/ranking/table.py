@@ -10,8 +10,21 @@ from planner.ranking.confirm import Attempt
 from planner.search.candidate import Candidate
 
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
-WORDS = ("schedule", "recompute", "bound by", "why not", "memory of each rank")  # columns of words, which begin at the left
-HEAD = ("rank", "schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by")
+WORDS = ("schedule", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
+HEAD = (
+    "rank",
+    "schedule",
+    "stages",
+    "rows",
+    "m",
+    "recompute",
+    "samples/s",
+    "simulated",
+    "bubble",
+    "peak memory",
+    "sent/sample",
+    "bound by",
+)
 """With meshes there is `mesh` after `stages`."""
 
 
@@ -118,7 +131,14 @@ def attempt(one: Attempt) -> str:
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
     plan = f"{name(candidate)}, {rows_of(candidate.rows)}, recompute {recomputation(candidate.policies)}"
-    return f"{plan}: {lacks}" + ("" if one.raised is None else f"; next with recompute {recomputation(one.raised.policies)}")
+    if one.raised is None:
+        return f"{plan}: {lacks}"
+    stages: dict[str, list[str]] = {}
+    for s, (before, after) in enumerate(zip(candidate.policies, one.raised.policies, strict=True)):
+        if after != before:
+            stages.setdefault(after, []).append(str(s))
+    changes = [f"{policy} at {'stage' if len(numbers) == 1 else 'stages'} {', '.join(numbers)}" for policy, numbers in stages.items()]
+    return f"{plan}: {lacks}; next with recompute {' and '.join(changes)}"
 
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
@@ -127,7 +147,7 @@ def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
     return [_why_row(best, other, limit) for other in choice.ranked[:most]]
 
 
-WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "memory of each rank", "why not")
+WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of each rank", "why not")
 
 
 def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...]:

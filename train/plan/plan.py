@@ -191,7 +191,7 @@ def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch:
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
-        + "; memory of the fullest device, "
+        + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
         + ("estimated" if confirmed is None else f"compiled in the first {first}, estimated in the others")
     )
     if choice.open:
@@ -246,12 +246,12 @@ _MUCH = 0.001  # share of a device's memory from which on the pairs of positions
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
-    """The memory of a rank, and if its stages are compiled how good the estimate was."""
+    """The peak memory of a rank with its parts, and if its stages are compiled how good the estimate was."""
+    peak, held = chosen.memory[p], chosen.held
+    parts = "" if held is None else f" (held {table.size(held[p])}, temporary {table.size(peak - held[p])})"
     if confirmed is None or p not in confirmed.ranks:
-        estimate = "" if confirmed is None else " estimated"
-    else:
-        estimate = f", estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
-    return table.size(chosen.memory[p]) + estimate
+        return f"estimated peak memory {table.size(peak)}{parts}"
+    return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
 
 
 def _say_why(reporter: Reporter, found: Found) -> None:

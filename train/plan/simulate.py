@@ -2,11 +2,13 @@
 
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -29,7 +31,13 @@ MOST_TICKS = 50_000_000  # about a gigabyte
 
 
 def main(
-    source: str, overrides: Sequence[str] = (), batches: int | None = None, png: str | None = None, *, allow_code: bool = False
+    source: str,
+    overrides: Sequence[str] = (),
+    batches: int | None = None,
+    png: str | None = None,
+    *,
+    allow_code: bool = False,
+    compile: bool = True,
 ) -> str:
     """Simulate the plan or config in the file `source`; the pictures are written before anything is said.
 
@@ -39,6 +47,7 @@ def main(
         batches: how many to show, from an empty to an empty pipeline; by default three, or what it takes to come into the stride.
         png: where to write the timeline, if anywhere; a config's memory goes next to it, with `-memory` in its name.
         allow_code: import and run the functions that a config names.
+        compile: compile the stages of a config, to know the temporaries of their programs; otherwise only what ranks hold is known.
 
     Returns:
         What to print: the grid, a line for each stage of each rank, the bubble, the pictures.
@@ -50,7 +59,7 @@ def main(
         raise jpipe.InputError(f"--batches: expected 1 or more, found {batches}")
     if png is not None and Path(png).suffix.lower() != ".png":
         raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
-    plan, costs = read(source, overrides, allow_code)
+    plan, costs, unknown = read(source, overrides, allow_code, compile)
     warm_up = jpipe.programs.batches_until_full(plan)
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
@@ -80,23 +89,34 @@ def main(
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
-            *align(table(plan, long, stride + 3, sized=costs is not None)),
+            *align(table(plan, long, stride + 3, sized=costs is not None, compiled=not unknown)),
             "",
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
-            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else []),
+            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(unknown)),
             *pictures,
         ]
     )
 
 
-def read(source: str, overrides: Sequence[str], allow_code: bool) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...] | None]:
-    """The plan of a file, and what its stages cost if the file is a config."""
+def _memory_words(unknown: str) -> list[str]:
+    """What the columns of memory mean."""
+    if unknown:
+        return [f"held: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, {unknown}"]
+    return [
+        "peak memory: what a rank holds between its computations, and the temporaries of its largest program as compiled for this machine"
+    ]
+
+
+def read(
+    source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True
+) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...] | None, str]:
+    """The plan of a file, what its stages cost if the file is a config, and why their temporaries are not known ("" if they are)."""
     path = expanded(source, "simulate")
     if not looks_like_a_plan(path):
-        return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code))
+        return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile)
     if overrides:
         raise jpipe.InputError(f"--set {overrides[0]}: expected a config, found the plan '{source}'; edit the plan, or give a config")
-    return jpipe.Plan.from_json(read_text(path), where=source), None
+    return jpipe.Plan.from_json(read_text(path), where=source), None, ""
 
 
 def looks_like_a_plan(path: Path) -> bool:
@@ -113,11 +133,23 @@ def read_text(path: Path) -> str:
     return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
 
 
-def plan_and_costs(config: Config) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
-    """The plan of a config, and what its stages hold and move: exact, from shapes alone."""
+def plan_and_costs(config: Config, compile: bool = True) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...], str]:
+    """The plan of a config, what its stages hold and move, exactly and from shapes alone, and why their temporaries are not known.
+
+    The temporaries come from compiling the stages for a device of this machine.
+    """
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
     pipe, batches = build(config, silent, load=data.unread)
-    return pipe.plan, pipe.costs(batches.like)
+    if not compile:
+        return pipe.plan, pipe.costs(batches.like), "need compiled stages: leave out --no-compile"
+    device = jax.local_devices()[0]
+    needed = max(stage.devices_each for stage in pipe.plan.stages)
+    if needed > len(jax.local_devices(backend=device.platform)):
+        found = count(needed, "device")
+        return pipe.plan, pipe.costs(batches.like), f"need {found} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
+    if sys.stderr.isatty():
+        print(f"compiling {count(pipe.plan.depth, 'stage')} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
+    return pipe.plan, pipe.costs(batches.like, compiled_for=device), ""
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:
@@ -140,15 +172,20 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool) -> list[list[str]]:
-    """What can be said of each rank, and of each stage that it runs; sizes, which are those of the rank, only where they are known."""
+def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool, compiled: bool = False) -> list[list[str]]:
+    """What can be said of each rank, and of each stage that it runs.
+
+    Sizes, which are those of the rank, only where they are known, and temporaries and peak memory only if its stages are compiled.
+    """
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
-    peak = "peak memory, each device" if has_meshes(plan) else "peak memory"
-    rows = [[*head, "sends a batch", peak] if sized else head]
+    each = ", each device" if has_meshes(plan) else ""
+    memory = [f"held{each}", *(["temporary", "peak memory"] if compiled else [])]
+    rows = [[*head, "sends a batch", *memory] if sized else head]
     for rank, workers in enumerate(plan.rank_workers):
-        sizes = [decimal(prediction.moved_bytes[rank] // batches), decimal(prediction.peak_bytes[rank])]
+        known = [prediction.held_bytes, *([prediction.temporary_bytes, prediction.peak_bytes] if compiled else [])]
+        sizes = [decimal(prediction.moved_bytes[rank] // batches), *(decimal(kind[rank]) for kind in known)]
         for w in workers:
             s, replica = plan.workers[w]
             stage, first = plan.stages[s], w == workers[0]
@@ -156,7 +193,7 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
             in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
             row = [str(rank) if first else "", *([f"{s}·{replica}"] if replicated else [str(s)] if shares else [])]
             row += [" ".join(named), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
-            rows.append([*row, *(sizes if first else ("", ""))] if sized else row)
+            rows.append([*row, *(sizes if first else [""] * len(sizes))] if sized else row)
     return rows
 
 

@@ -4,7 +4,7 @@ import base64
 import html
 import io
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PAGE = Path(__file__).with_name("report_page.html")
 _MUCH_SLOWER = 1.5  # times the prediction
 _SHORT = 2e-3  # seconds
+_MOST_RANKS = 8  # whose temporaries are listed
+HELD = "held memory"
 _MOST_PARTS = 50  # the last parts of a resumed run
 
 
@@ -42,6 +44,7 @@ class Report:
         plan: by which it ran; None: the rows of the pictures tell no stages and replicas.
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
+        temporary: by rank, as from `temporary_bytes`; may be empty.
     """
 
     title: str
@@ -54,6 +57,7 @@ class Report:
     plan: jpipe.Plan | None = None
     stages: Sequence[Stage] = ()
     parts: Sequence[Part] = ()
+    temporary: Sequence[int | None] = ()
 
     @property
     def windows(self) -> dict[str, jpipe.programs.Window]:
@@ -71,8 +75,16 @@ class Comparison(NamedTuple):
     ratio: str
 
 
-def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None) -> list[Comparison]:
-    """Step time, bubble and the peak memory of each rank, predicted and measured."""
+def compare(
+    predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, temporary: Sequence[int | None] = ()
+) -> list[Comparison]:
+    """Step time, bubble, and what each rank holds and its peak memory, predicted and measured.
+
+    Args:
+        predicted: the prediction.
+        measured: the measurement.
+        temporary: by rank, as from `temporary_bytes`; the peak memory of a rank is shown only with its number.
+    """
     windows = predicted, measured
     ranks = max((len(window.memory) for window in windows if window), default=0)
     rows = [
@@ -80,10 +92,23 @@ def compare(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Wi
         _comparison("bubble (idle share)", _share, [None if window is None else window.bubble for window in windows]),
     ]
     for rank in range(ranks):
-        peaks = [window.peak_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
-        if any(peaks):
-            rows.append(_comparison(f"peak memory, rank {rank}", _bytes, peaks))
+        held = [window.held_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
+        if any(held):
+            rows.append(_comparison(f"{HELD}, rank {rank}", _bytes, held))
+            more = temporary[rank] if rank < len(temporary) else None
+            if more is not None:
+                peaks = [None if size is None else size + more for size in held]
+                rows.append(_comparison(f"peak memory, rank {rank}", _bytes, peaks))
     return rows
+
+
+def temporary_words(temporary: Sequence[int | None]) -> str:
+    """What the peak memory has in addition to what is held, as a sentence; "" where nothing is known."""
+    known = [f"{_bytes(size)} at rank {rank}" for rank, size in enumerate(temporary) if size is not None]
+    if not known:
+        return ""
+    sizes = known[:_MOST_RANKS] + (["…"] if len(known) > _MOST_RANKS else [])
+    return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}"
 
 
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
@@ -92,16 +117,16 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
     Args:
         plan: the plan of the run.
         measured: a window of the run.
-        costs: for each stage the sizes that a window does not include, see `unseen_bytes`.
+        costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
     """
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.rank_stages]
-    held = [max(measured.peak_bytes[rank] for rank in replicas) for replicas in ranks]
-    peaks = tuple(peak + unseen for peak, unseen in zip(held, unseen_bytes(plan, costs), strict=True))
+    held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
+    peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
     return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
 
 
-def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
-    """Bytes that each rank, counted without replicas, holds only while a program runs.
+def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
+    """Bytes that each rank, counted without replicas, needs only while a program runs.
 
     These are scratch memory, and what a program that begins with a forward takes and leaves nothing of.
     """
@@ -112,6 +137,12 @@ def unseen_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) ->
     return [max(found[s] for s in stages) for stages in plan.rank_stages]
 
 
+def temporary_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], compiled: Collection[int]) -> tuple[int | None, ...]:
+    """Bytes that each rank, replicas included, needs only while a program runs; None where its stages are not among the compiled ones."""
+    found = temporary_of_ranks(plan, costs)
+    return tuple(found[place] if set(plan.rank_stages[place]) <= set(compiled) else None for place, _ in plan.rank_places)
+
+
 def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
     """The planner's prediction beside the measurement."""
     rows = [
@@ -120,7 +151,7 @@ def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measure
     ]
     for stages, *peaks in zip(plan.rank_stages, predicted.peak_bytes, measured.peak_bytes, strict=True):
         named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' '.join(map(str, stages))}"
-        rows.append(_comparison(f"peak memory with temporaries, {named}", _bytes, peaks))
+        rows.append(_comparison(f"peak memory, {named}", _bytes, peaks))
     return rows
 
 
@@ -193,7 +224,10 @@ def _results(report: Report) -> str:
         results[f"time of a step, {kind}"] = _time(window.step_seconds)
         results[f"bubble, {kind}"] = _share(window.bubble)
         if any(window.memory):
-            results[f"peak memory, {kind}"] = _bytes(max(window.peak_bytes))
+            peaks = [size + more for size, more in zip(window.held_bytes, report.temporary, strict=False) if size and more is not None]
+            if len(peaks) == sum(map(bool, window.held_bytes)):
+                results[f"peak memory, {kind}"] = _bytes(max(peaks))
+            results[f"{HELD}, {kind}"] = _bytes(max(window.held_bytes))
     results |= _progress(report.rows)
     boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
     return f'<dl class="results">{boxes}</dl>' if boxes else ""
@@ -260,10 +294,12 @@ def _loss(report: Report, picture: bytes | None) -> str:
 def _comparison_table(report: Report) -> str:
     if not report.windows:
         return _note("No batches of this run were simulated or traced, so there is nothing to compare.")
-    table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured))
+    table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured, report.temporary))
+    words = temporary_words(report.temporary)
     return table + _note(
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
         "sizes from shapes alone; a ratio (measured / predicted) of 1 means an exact prediction. "
+        + (f"{words[0].upper()}{words[1:]}. " if words else "")
         + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
         + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
     )
@@ -282,10 +318,10 @@ def _timeline(report: Report, picture: bytes | None) -> str:
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
-    how = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks its peak."
-    peaks = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
-                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
-    return _figure(picture, "wide", f"What each rank held in memory, over time. Peaks: {peaks}.", f"{_only(report)}{how}")
+    how = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
+    most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
+                     for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
+    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{how}")
 
 
 def _which(report: Report) -> str:

@@ -30,6 +30,7 @@ class Summary:
     """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
 
     If a signal, `stopped_by`, ended the run, there is no loss after it, and `steps` is the step of the checkpoint from which it resumes.
+    `temporary` has for each rank the bytes that its programs need while they run, as from `report.temporary_bytes`.
     """
 
     steps: int
@@ -41,6 +42,7 @@ class Summary:
     measured: jpipe.programs.Window | None
     planned: tuple[report.Comparison, ...] = ()  # with the planner's prediction
     stopped_by: int | None = None
+    temporary: tuple[int | None, ...] = ()
 
 
 def name_of(number: int) -> str:
@@ -57,6 +59,7 @@ def write_report(
     batches: data.Data,
     stages: Sequence[Stage],
     parts: Sequence[Part],
+    temporary: Sequence[int | None] = (),
 ) -> None:
     """Write the pictures and the report, as far as possible; an error here does not stop the run."""
     plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
@@ -83,7 +86,7 @@ def write_report(
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
             windows = measure.predicted, measure.measured
-            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts)
+            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
             report.write_report(folder.path, of_run)
     except OSError as error:
         reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
@@ -120,7 +123,9 @@ def _durations(parts: Sequence[Part]) -> str:
 def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
     """The closing lines of a run."""
     if summary.measured is not None:
-        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured))
+        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured, summary.temporary))
+        if words := report.temporary_words(summary.temporary):
+            reporter.say(words)
         if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
             reporter.say(why)
     if summary.planned:

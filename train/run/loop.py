@@ -184,6 +184,8 @@ def run(
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
             sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
+            compiled = range(pipe.plan.depth) if here or together.processes is None else own_stages(pipe)
+            temporary = report.temporary_bytes(pipe.plan, sizes, compiled)
         tell_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed, reporter.say))
@@ -218,7 +220,8 @@ def run(
                 checkpoints.close()
                 measure.close()
                 if folder is not None and (ended or preemption.signal is None):  # time is short then
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1))
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1), temporary)
+    summary = dataclasses.replace(summary, temporary=temporary)
     if folder is not None:
         summary = with_planned(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
@@ -245,6 +248,12 @@ def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         how = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
         reporter.say(f"messages between processes go by {how}")
+
+
+def own_stages(pipe: jpipe.Pipeline) -> set[int]:
+    """The stages of which this process has a replica."""
+    own = jax.process_index()
+    return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == own}
 
 
 def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:

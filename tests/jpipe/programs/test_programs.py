@@ -388,10 +388,10 @@ def test_memory_counts_versions_residuals_and_waiting_inputs():
     costs = (StageCost(weights=1000, residuals=100, inputs=10, outputs=1), StageCost(weights=2000, inputs=1, labels=3, gradient=1))
     prediction = simulate(lower(plan, 6), costs)
     # stage 0: two versions, two microbatches in flight; the next input is loaded when one of them is done, and its output not yet sent
-    assert prediction.peak_bytes[0] == 2000 + 200 + 1
+    assert prediction.held_bytes[0] == 2000 + 200 + 1
     # stage 1: in place; an input and its labels before a computation; while it runs, its gradient on top
-    assert prediction.peak_bytes[1] == 2000 + 1 + 3
-    assert prediction.peak_bytes_running[1] == 2000 + 1 + 3 + 1
+    assert prediction.held_bytes[1] == 2000 + 1 + 3
+    assert prediction.peak_bytes[1] == 2000 + 1 + 3 + 1
 
 
 def test_layer_costs_add_up_to_stage_costs():
@@ -460,6 +460,6 @@ def test_the_stash_of_a_split_backward_counts_from_its_first_half_to_its_second(
     assert [sum(middle), sum(last)] == [0, 0]
     peaks = [max(itertools.accumulate(changes)) for changes in (whole, middle, last)]
     assert peaks == [300, 260, 180]
-    assert prediction.peak_bytes == (15 + 300, 15 + 260, 11 + 180)
+    assert prediction.held_bytes == (15 + 300, 15 + 260, 11 + 180)
     assert [samples[-1].residuals for samples in prediction.memory] == [0, 0, 0]
     assert [samples[-1].total for samples in prediction.memory] == [15, 15, 11]

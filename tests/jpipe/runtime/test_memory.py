@@ -68,7 +68,7 @@ def measured_and_predicted(plan, stack=STACK, optimizer=None, **options) -> tupl
     state = pipe.drain(state, observe=observe)
     costs = pipe.costs(batch)
     program = lower(plan, 5, global_norm=pipe.uses_global_norm, shared=shared_stages(costs))
-    predicted = simulate(program, costs).peak_bytes
+    predicted = simulate(program, costs).held_bytes
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
@@ -212,7 +212,7 @@ def test_measured_peak_of_clipping_with_masters_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
     batch = np.ones((ROWS * MICROBATCHES, 5), np.float32), np.ones((ROWS * MICROBATCHES, WIDTH), np.float32)
     costs = Pipeline(LINEAR, plan, squares, optax.adam(1e-2), **options).costs(batch)
-    without = simulate(lower(plan, 5), costs).peak_bytes
+    without = simulate(lower(plan, 5), costs).held_bytes
     assert predicted[-1] - without[-1] == costs[-1].accumulators - costs[-1].weights > 0
 
 

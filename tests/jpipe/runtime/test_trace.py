@@ -182,7 +182,7 @@ def test_a_window_keeps_what_was_held_before_it():
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 2)
     assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)
     assert isinstance(window, Window)
-    assert window.peak_bytes[1] == 40 + 3 * M + 0  # all forwards done, no inputs waiting
+    assert window.held_bytes[1] == 40 + 3 * M + 0  # all forwards done, no inputs waiting
 
 
 def test_a_window_outside_of_the_run_is_refused():

@@ -210,7 +210,7 @@ def test_memory_is_stacked_in_steps_a_shade_a_version():
     assert stack_at(0.9) == [(zero, 2), *kept]
     assert stack_at(1.5) == [(zero, 2), (one, 2), *kept, ("#cc79a7", 3)]
     assert stack_at(3.9) == [(one, 2), *kept, ("#8c8c8c", 0.5)]
-    assert [text.get_text() for text in axes.texts] == ["peak 13 MB"]
+    assert [text.get_text() for text in axes.texts] == ["at most 13 MB"]
 
 
 def test_memory_has_a_row_a_rank_a_column_an_entry_and_one_scale():
@@ -221,7 +221,7 @@ def test_memory_has_a_row_a_rank_a_column_an_entry_and_one_scale():
     assert len({(axes.get_xlim(), axes.get_ylim()) for axes in figure.axes}) == 1
     assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == ["predicted", "measured"]
     assert [axes.get_ylabel() for axes in figure.axes[::2]] == ["rank 0", "rank 1"]
-    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["peak 6 MB"] * 2 + ["peak 3.01 GB"] * 2
+    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["at most 6 MB"] * 2 + ["at most 3.01 GB"] * 2
     assert all(axes.get_ylim()[1] > sample(0.0, {0: 3_000_000_000}).total for axes in figure.axes)
 
 

@@ -245,8 +245,8 @@ def test_gradients_of_two_batches_are_held_never_of_three(microbatches):
     plan = Plan.even("abcd", 4, "pipedream_2bw", microbatches)
     cost = StageCost(weights=1000, accumulators=1)
     plain, clipped = (simulate(lower(plan, 6, global_norm=norm), [cost] * 4) for norm in (False, True))
-    assert set(plain.peak_bytes) == {2001}
-    assert set(clipped.peak_bytes) == {2001}  # either two versions and one set, or one version and two sets
+    assert set(plain.held_bytes) == {2001}
+    assert set(clipped.held_bytes) == {2001}  # either two versions and one set, or one version and two sets
     aside = [sample.other for samples in clipped.memory for sample in samples]
     assert max(aside) == 1
 

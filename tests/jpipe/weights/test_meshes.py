@@ -129,7 +129,7 @@ def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
 
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=observe)
-    predicted = simulate(lower(plan, len(batches)), pipe.costs(batches[0])).peak_bytes
+    predicted = simulate(lower(plan, len(batches)), pipe.costs(batches[0])).held_bytes
     resting = [sum(cost[name] for name in ("weights", "optimizer", "state", "accumulators")) for cost in map(vars, costs)]
     assert [most - at_first + rest for most, at_first, rest in zip(held, before, resting, strict=True)] == pytest.approx(predicted, abs=64)
 

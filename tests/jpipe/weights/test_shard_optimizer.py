@@ -165,7 +165,7 @@ def test_programs_give_the_weights_before_they_are_read():
     free, slow = (simulate(program, costs, link=link) for link in (None, Link(bandwidth=0.5)))
     assert slow.seconds > free.seconds
     assert free.moved_bytes == tuple(2 * (6 + size) for size in (4, 2, 4, 2)), "a sum of gradients and what is updated, twice"
-    assert free.peak_bytes == simulate(lower(plan_of(False, schedule="pipedream_flush"), 2), costs).peak_bytes
+    assert free.held_bytes == simulate(lower(plan_of(False, schedule="pipedream_flush"), 2), costs).held_bytes
     first = next(n for n, i in enumerate(program.instructions) if i == given[0])
     without = program.instructions[:first] + program.instructions[first + 2 :]
     with pytest.raises(ProgramError, match=r"version 1 lacks the weights that workers \[0\] have updated"):

@@ -273,7 +273,7 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
 def test_a_predicted_window_has_the_exchange():
     plan = Plan.even("abc", 3, "pipedream_2bw", 3)
     found = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
-    assert [window.peak_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
+    assert [window.held_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
 
 
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])

@@ -44,7 +44,7 @@ def shares(replicas, rng):
     plan = found.plan(ids, problem)
     costs = jpipe.programs.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
     prediction = jpipe.simulate(jpipe.lower(plan, batches=max(2, math.ceil(40 / plan.microbatches))), costs)
-    peaks = [max(prediction.peak_bytes_running[w] for w in workers) for workers in plan.stage_workers]
+    peaks = [max(prediction.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
     return [memory / peak for memory, peak in zip(found.memory, peaks, strict=True)]
 
 
@@ -79,7 +79,7 @@ def test_weights_gradients_and_optimizer_state_take_what_is_simulated(schedule, 
     for replicas in ((1, 1, 1), (2, 2, 2), (2, 1, 1), (3, 1, 1)):
         plan, rules = jpipe.Plan.even("abc", 3, schedule, 6, replicas=replicas), jpipe.schedules.SCHEDULES[schedule]
         costs = [jpipe.programs.StageCost(weights=100, accumulators=accumulators, optimizer=50, update=0.01)] * 3
-        simulated = jpipe.simulate(jpipe.lower(plan, 8), costs).peak_bytes
+        simulated = jpipe.simulate(jpipe.lower(plan, 8), costs).held_bytes
         for (s, _), expected in zip(plan.workers, simulated, strict=True):
             numbers = {"versions": rules.versions_alive(plan, s), "in_flight": rules.in_flight(plan, s), "replicas": replicas[s]}
             assert stage_bytes(100, 50, 0, 0, 0, 0, 0, 0, **numbers, waiting=0, accumulators=accumulators) == expected

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
+import jpipe
 from planner.machine.topology import Topology
 from planner.profile.profile import Profile
 from planner.ranking import table
 from planner.ranking.choose import Choice, choose
-from planner.ranking.draw import draw_choice
+from planner.ranking.draw import draw_choice, look
 from planner.search.candidates import find_candidates
 
 
@@ -66,3 +67,22 @@ def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():
     pale = {tuple(points_.get_offsets().tolist()[0]): points_.get_alpha() < 0.5 for points_ in points}
     assert pale == {(123_456, first.samples_per_second): False, (2e9, second.samples_per_second): True}
     assert scatter.get_ylim()[1] > 1.1 * first.samples_per_second  # the ring is not cut
+
+
+def test_each_schedule_has_a_colour_and_a_marker_of_its_own():
+    looks = [look(number) for number in range(len(jpipe.schedules.SCHEDULES))]
+    assert len({colour for colour, _ in looks}) == len({mark for _, mark in looks}) == len(looks)
+    many = [look(number) for number in range(100)]  # of schedules that are added
+    assert len(set(many)) == 100
+
+
+def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():
+    choice = chosen(10**5, 10**3, memory=1e9)
+    first = choice.ranked[0]
+    candidates = [dataclasses.replace(first.candidate, schedule=name) for name in jpipe.schedules.SCHEDULES]
+    scatter = draw_choice(choice, candidates, first).axes[0]
+    legend = [text.get_text() for text in scatter.get_legend().get_texts()]
+    assert legend == [*jpipe.schedules.SCHEDULES, "chosen"]
+    series = scatter.collections[:-1]
+    assert len({tuple(points.get_facecolor()[0]) for points in series}) == len(candidates)
+    assert len({str(points.get_paths()[0].vertices.tolist()) for points in series}) == len(candidates)

@@ -208,7 +208,7 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     ]
     several = rows("run")
     assert "bubble" in next(line for line in out if line.startswith("step 9 "))
-    assert [line.split()[3].strip(",") for line in out if line.startswith("peak memory")] == ["0", "1", "2", "3"]
+    assert [line.split()[3].strip(",") for line in out if line.startswith("held memory")] == ["0", "1", "2", "3"]
     assert {"timeline.png", "memory.png", "trace.json", "report.html", "tensorboard"} < {path.name for path in Path("run").iterdir()}
     events = json.loads(Path("run/trace.json").read_text())["traceEvents"]
     measured = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}

@@ -69,7 +69,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, 
     config = load(name)
     plan, costs = plan_and_costs(config)
     prediction = jpipe.simulate(jpipe.lower(plan, 6, shared=jpipe.programs.shared_stages(costs)), costs)
-    assert max(prediction.peak_bytes) < 16 * 2**30
+    assert max(prediction.held_bytes) < 16 * 2**30
     parts = Parts.of(config, silent())
     topology = read_topology(str(CONFIGS / "topologies" / f"{FULL[name]}.yaml"))
     rows = config.train.batch_size

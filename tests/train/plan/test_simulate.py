@@ -109,7 +109,10 @@ def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, conf
     columns = table(printed)
     assert columns["layers"] == ["embed block_0", "embed block_0", "head"]
     assert columns["sends a batch"][0] == columns["sends a batch"][1] != columns["sends a batch"][2]
-    assert all(float(peak.split()[0]) > 1 for peak in columns["peak memory"])
+    for held, temporary, peak in zip(columns["held"], columns["temporary"], columns["peak memory"], strict=True):
+        assert float(held.split()[0]) > 1
+        assert float(temporary.split()[0]) > 0
+        assert float(peak.split()[0]) > 1
 
 
 def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
@@ -127,7 +130,7 @@ def test_meshes_are_told_with_their_devices_and_the_memory_of_each(simulated, co
     keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]", "plan.schedule=gpipe") for word in ("--set", key)]
     printed = simulated(config, *keys)
     assert "2 stages, 3 ranks, (data 2, model 2), 12 devices, 2 microbatches per batch" in printed
-    assert "sends a batch  peak memory, each device" in printed
+    assert "sends a batch  held, each device  temporary  peak memory\n" in printed
 
 
 def test_chunks_of_a_config_are_simulated_with_the_memory_of_their_rank(simulated, config):
@@ -165,9 +168,26 @@ def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config
     assert columns["sends a batch"] == ["1.0 kB", "1.0 kB"]
     # At most: two versions, two moments and a count for each layer, sums, what is in flight. The head's weights: a norm and 8 × 256.
     weights = 4 * (2 * 8 + 8 * 256)
-    peak = float(columns["peak memory"][1].removesuffix(" kB")) * 1000
-    assert 5 * weights < peak < 6 * weights
+    held, temporary, peak = (float(columns[name][1].removesuffix(" kB")) for name in ("held", "temporary", "peak memory"))
+    assert 5 * weights < 1000 * held < 6 * weights
+    assert temporary > 0.1
+    assert peak == pytest.approx(held + temporary, abs=0.2)
+    assert "\npeak memory: what a rank holds between its computations, and the temporaries of its largest program" in printed
     assert not Path(tiny["run"]["dir"]).exists()
+
+
+def test_without_compiling_nothing_is_called_peak_memory(simulated, config):
+    printed = simulated(config, "--no-compile")
+    assert table(printed)["held"] == table(simulated(config))["held"]
+    assert "temporary" not in table(printed)
+    assert "peak memory" not in table(printed)
+    assert "\nheld: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, need comp" in printed
+
+
+def test_a_mesh_that_no_device_here_can_be_compiled_for_leaves_the_temporaries_unknown(simulated, config):
+    printed = simulated(config, "--set", "plan.mesh={data: 32}", "--set", "train.batch_size=64")
+    assert table(printed)["held, each device"]
+    assert "and so the peak memory, need 32 devices to compile for" in printed
 
 
 def test_overrides_reach_the_config(simulated, config):

@@ -189,29 +189,33 @@ def test_a_comparison_is_of_what_both_know():
     measured = jpipe.programs.Window(
         ((),), ((jpipe.programs.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25
     )
-    step, bubble, peak = compare(predicted, measured)  # nothing is known of the second rank's memory
+    step, bubble, held = compare(predicted, measured)  # nothing is known of the second rank's memory
     assert step == Comparison("time of a step", "125 ms", "250 ms", "2.00")
     assert bubble == Comparison("bubble (idle share)", "20.0%", "25.0%", "1.25")
-    assert peak == Comparison("peak memory, rank 0", "1.5 kB", "1.8 kB", "1.20")
+    assert held == Comparison("held memory, rank 0", "1.5 kB", "1.8 kB", "1.20")
+    *_, same, peak = compare(predicted, measured, (500, 100))
+    assert same == held
+    assert peak == Comparison("peak memory, rank 0", "2 kB", "2.3 kB", "1.15")
+    assert compare(predicted, measured, (None, 100)) == [step, bubble, held]  # of another process, whose programs are not known here
     assert compare(None, measured)[0] == Comparison("time of a step", "–", "250 ms", "–")
-    assert compare(predicted, None)[2] == Comparison("peak memory, rank 0", "1.5 kB", "–", "–")
+    assert compare(predicted, None)[2] == Comparison("held memory, rank 0", "1.5 kB", "–", "–")
 
 
 def test_what_was_measured_stands_beside_what_was_planned():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
     found = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
     assert found.batch_seconds == measured.step_seconds
-    assert found.peak_bytes == (measured.peak_bytes[0] + 1000, measured.peak_bytes[1] + 2000)
+    assert found.peak_bytes == (measured.held_bytes[0] + 1000, measured.held_bytes[1] + 2000)
     fused = as_predicted(
         plan.model_copy(update={"schedule": "pipedream"}),
         measured,
         [jpipe.programs.StageCost(), jpipe.programs.StageCost(inputs=300, labels=40)],
     )
-    assert fused.peak_bytes[1] == measured.peak_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
+    assert fused.peak_bytes[1] == measured.held_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
     planned = jpipe.plan.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
     rows = compare_with_plan(plan, planned, found)
     assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
-    assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stage {s}" for s in (0, 1)]
+    assert [row.quantity for row in rows][2:] == [f"peak memory, stage {s}" for s in (0, 1)]
 
 
 def test_a_rank_holds_what_its_stages_hold_and_the_scratch_memory_of_the_program_that_runs():
@@ -220,10 +224,10 @@ def test_a_rank_holds_what_its_stages_hold_and_the_scratch_memory_of_the_program
     run = jpipe.simulate(jpipe.lower(plan, 4), sizes)
     measured = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
     found = as_predicted(plan, measured, sizes)
-    assert len(measured.peak_bytes) == 4
-    assert found.peak_bytes == (max(measured.peak_bytes[:2]) + 3000 + 15, max(measured.peak_bytes[2:]) + 2000)
+    assert len(measured.held_bytes) == 4
+    assert found.peak_bytes == (max(measured.held_bytes[:2]) + 3000 + 15, max(measured.held_bytes[2:]) + 2000)
     rows = compare_with_plan(plan, found, found)
-    assert [row.quantity for row in rows][2:] == [f"peak memory with temporaries, stages {stages}" for stages in ("0 3", "1 2")]
+    assert [row.quantity for row in rows][2:] == [f"peak memory, stages {stages}" for stages in ("0 3", "1 2")]
 
 
 def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
@@ -333,7 +337,7 @@ def test_a_browser_shows_the_page(folder):
     seen = browser.inspect(folder / "report.html", width=390)
     assert len(seen["images"]) == 3
     assert all(loaded and pixels > 500 for loaded, pixels in seen["images"])
-    for words in ("A run", "Predicted against measured", "Timeline", "Memory", "peak memory, rank 2", "pipedream_2bw, 3 stages"):
+    for words in ("A run", "Predicted against measured", "Timeline", "Memory", "held memory, rank 2", "pipedream_2bw, 3 stages"):
         assert words in seen["text"]
     assert seen["needs_width"] <= 390  # a phone: only the wide pictures scroll, each by itself
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []

@@ -174,7 +174,9 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     assert [line.rpartition("  ")[0].split("  ")[0] for line in end[3:-1] if "  " in line] == [  # but for a sentence
         "time of a step",
         "bubble (idle share)",
+        "held memory, rank 0",
         "peak memory, rank 0",
+        "held memory, rank 1",
         "peak memory, rank 1",
     ]
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
