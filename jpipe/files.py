@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -179,7 +180,7 @@ def refuse_link(path: Path) -> None:
         raise _linked(path)
 
 
-def open_to_read(path: Path) -> BinaryIO:
+def open_to_read(path: Path) -> BufferedReader:
     """Open a regular file to read; a symbolic link to one is followed.
 
     A FIFO, a device or a socket is refused without reading it, which could block forever.

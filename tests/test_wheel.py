@@ -1,14 +1,18 @@
 """The wheel holds every file of the packages, no rule of .gitignore drops one, and its name is not that of another project."""
 
+import importlib.machinery
 import re
 import subprocess
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import jpipe
+from train import commands
+from train.data.samples.make import SAMPLES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jpipe", "planner", "train")
@@ -57,3 +61,17 @@ def test_nobody_is_told_to_install_another_project():
 
 def test_the_version_is_said_in_one_way():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jpipe.__version__
+
+
+def test_every_command_of_an_installed_jpipe_is_tried():
+    """`.ci/check-wheel` runs them, and finds a file that the wheel lacks."""
+    loader = importlib.machinery.SourceFileLoader("readme_commands", str(ROOT / ".ci" / "readme-commands"))
+    tries = types.ModuleType(loader.name)
+    loader.exec_module(tries)
+    in_readme = tries.in_readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    names = [f"{name} {inner}" for name in commands.GROUPS for inner in commands.names(name)]
+    names += [name for name in commands.names() if name not in commands.GROUPS]
+    assert len(names) > 10
+    assert tries.without_try(names, in_readme) == []
+    assert tries.without_try([*names, "new", "data new"], in_readme) == ["new", "data new"]
+    assert {" ".join(command) for command in tries.TRIES["data make"]} == {f"data make {name}" for name in SAMPLES}

@@ -56,7 +56,7 @@ class TensorsFile:
         if code not in _DTYPES:
             raise SafetensorError(f"'{name}' is of the type {code}, which jpipe cannot read")
         found = np.empty(shape, _DTYPES[code])
-        content, at = memoryview(found.reshape(-1).view(np.uint8)), self._places[name]
+        content, at = found.reshape(-1).view(np.uint8).data, self._places[name]
         while content:
             if not (count := os.preadv(self._file.fileno(), [content], at)):
                 raise SafetensorError(f"'{name}' ends too early: the file was cut off while it was read")

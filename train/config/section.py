@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import (
     AfterValidator,
@@ -46,7 +46,7 @@ def _usable_path(path: str) -> str:
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-AUTO = "auto"  # in place of a plan's file, a size or a token: found when the run starts
+AUTO: Final = "auto"  # in place of a plan's file, a size or a token: found when the run starts
 
 
 class Section(BaseModel):

@@ -159,7 +159,7 @@ class Documents:
                 numbers = part()
                 found.update(f"{numbers.size} ".encode())
                 for start in range(0, numbers.size, _HASHED * max(numbers.size // _MOST_HASHED, 1)):
-                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]))
+                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
         return found.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:

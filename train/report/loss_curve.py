@@ -1,6 +1,7 @@
-"""The picture of a run's losses."""
+"""The pictures of a run's losses and of its metrics."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ SMOOTHED_FROM = 80  # losses: with fewer, a running mean has no effect
 _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
 _MOST_POINTS = 2000  # a picture cannot show more
 _MOST_VALIDATIONS = 30  # more points would hide the line
+_LONGEST_NAME = 32  # letters of a metric's name that a panel has room for
 
 
 def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
@@ -67,21 +69,68 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     axes.margins(y=0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    _dress(axes, unit)
+    _dress(axes, f"loss ({unit})" if unit else "loss")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9.5)
     return figure
 
 
-def _dress(axes: "matplotlib.axes.Axes", unit: str) -> None:
+def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
+    """Return the names of the metrics of validation (`eval.metrics`), in the order of their columns `val_NAME`."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("val_") and key != "val_loss")
+    return [key.removeprefix("val_") for key in keys]
+
+
+def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]) -> "matplotlib.figure.Figure":
+    """Draw metrics of validation, each in a panel of its own, for they have different units.
+
+    Values that are not finite are left out. Of very many only the highest and the lowest of each interval are drawn.
+
+    Args:
+        rows: as in `metrics.jsonl`.
+        names: of the metrics, at least one.
+
+    Returns:
+        The figure, with two panels side by side.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(len(names), 2)
+    lines = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(5.8, 0.2 + (2.9 if columns == 1 else 2.1) * lines), dpi=220, layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).reshape(-1)
+    for axes, name in itertools.zip_longest(panels, names):
+        if name is None:
+            axes.remove()
+            continue
+        steps, values = finite(rows, f"val_{name}")
+        shown = extremes(values, _MOST_POINTS // 2)
+        marker = "o" if len(values) <= _MOST_VALIDATIONS else ""
+        axes.plot(steps[shown], values[shown], color=_VALIDATION, linewidth=1.2, marker=marker, markersize=4, mec="white")
+        if len(values):
+            words, place = f"{values[-1]:.4g}", (float(steps[-1]), float(values[-1]))
+            style: dict[str, Any] = {"bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}, "xytext": (0, 7)}
+            axes.annotate(words, place, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=9, weight="bold", **style)
+        if len(values) == 1:
+            axes.set_xlim(steps[0] - 1, steps[0] + 1)
+        axes.margins(y=0.2)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+        axes.set_title(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…", fontsize=10, loc="left", parse_math=False)
+        _dress(axes, "")
+    return figure
+
+
+def _dress(axes: "matplotlib.axes.Axes", label: str) -> None:
     axes.set_xlabel("step", fontsize=10)
-    axes.set_ylabel(f"loss ({unit})" if unit else "loss", fontsize=10, parse_math=False)
+    axes.set_ylabel(label, fontsize=10, parse_math=False)
     axes.tick_params(labelsize=9.5, length=3, color="#888888")
     axes.grid(color="#EBEBEB", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#888888")
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=9.5)
 
 
 def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:

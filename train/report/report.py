@@ -1,4 +1,4 @@
-"""The report of a run: loss.png, timeline.png, memory.png, trace.json for Perfetto, and report.html, which needs no other file."""
+"""The report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html, which needs no other."""
 
 import base64
 import html
@@ -27,6 +27,7 @@ _SHORT = 2e-3  # seconds
 _MOST_RANKS = 8  # whose temporaries are listed
 HELD = "held memory"
 _MOST_PARTS = 50  # the last parts of a resumed run
+_MOST_METRICS, _MOST_RESULTS = 24, 4  # metrics of validation that are drawn, and those that the top of the page shows
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Report:
     Attributes:
         title: title of the page.
         facts: facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in order.
-        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` if evaluated.
+        rows: as in `metrics.jsonl`: `step`, `loss`, and if evaluated `val_loss` and `val_NAME` for each metric.
         predicted: simulated batches of the run.
         measured: the same batches, traced.
         unit: unit of the losses; may be empty.
@@ -176,7 +177,8 @@ def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs
 def write_report(folder: Path, report: Report) -> None:
     """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
-    A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so.
+    A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. One
+    without `eval.metrics` has no `metrics.png`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -187,6 +189,8 @@ def write_report(folder: Path, report: Report) -> None:
     pictures: dict[str, bytes] = {}
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
+    if names := _metrics_to_draw(report):
+        pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
         pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, plan=report.plan))
         write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
@@ -205,7 +209,7 @@ def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
         "title": _escape(report.title),
         "results": _results(report),
         "facts": _table("facts", [], report.facts.items()) + _history(report),
-        "loss": _loss(report, pictures.get("loss")),
+        "loss": _loss(report, pictures.get("loss")) + _metrics(report, pictures.get("metrics")),
         "comparison": _comparison_table(report),
         "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
         "memory": _memory(report, pictures.get("memory")),
@@ -220,6 +224,9 @@ def _results(report: Report) -> str:
         if len(values) and not results:
             name = f"{words}, {report.unit}" if report.unit else words
             results[name] = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+    for name in _metrics_to_draw(report)[:_MOST_RESULTS]:
+        values = loss_curve.finite(report.rows, f"val_{name}")[1]
+        results[f"{name}, validation"] = f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else f"{values[0]:.4g}"
     for kind, window in list(report.windows.items())[-1:]:  # the measurement, or else the prediction
         results[f"time of a step, {kind}"] = _time(window.step_seconds)
         results[f"bubble, {kind}"] = _share(window.bubble)
@@ -289,6 +296,28 @@ def _loss(report: Report, picture: bytes | None) -> str:
     how = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
     how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
     return _figure(picture, "small", alt, f"{how}{note}")
+
+
+def _metrics_to_draw(report: Report) -> list[str]:
+    """The metrics of validation that have a finite value, the first of very many."""
+    names = [name for name in loss_curve.metric_names(report.rows) if len(loss_curve.finite(report.rows, f"val_{name}")[0])]
+    return names[:_MOST_METRICS]
+
+
+def _metrics(report: Report, picture: bytes | None) -> str:
+    names, drawn = loss_curve.metric_names(report.rows), _metrics_to_draw(report)
+    if not names:
+        return ""
+    title = "<h3>Metrics of validation</h3>"
+    if picture is None:
+        return title + _note("No metric of this run has a finite value.")
+    values = {name: loss_curve.finite(report.rows, f"val_{name}")[1] for name in drawn}
+    missing = sum(f"val_{name}" in row for row in report.rows for name in drawn) - sum(map(len, values.values()))
+    note = f" {count(missing, 'value')} {'was' if missing == 1 else 'were'} not finite and left out." if missing else ""
+    others = len(names) - len(drawn)
+    note += f" {count(others, 'metric')} more {'is' if others == 1 else 'are'} in metrics.jsonl." if others else ""
+    alt = "Metrics over the steps. " + " ".join(f"{name}: from {each[0]:.4g} to {each[-1]:.4g}." for name, each in values.items())
+    return title + _figure(picture, "small", alt, f"Each panel is a metric (eval.metrics), of data that is not learned from.{note}")
 
 
 def _comparison_table(report: Report) -> str:

@@ -13,6 +13,7 @@ import jpipe
 from tests.train import browser
 from train.checkpoint.history import Part
 from train.report import loss_curve, stage_times
+from train.report import report as report_module
 from train.report.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
 from train.report.stage_times import Stage
 
@@ -310,6 +311,41 @@ def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path):
     assert [step for step, _ in lines["validation"]] == [0, 100, 150, 200, 250]
     write_report(tmp_path, report(rows=rows, predicted=None, measured=None))
     assert "2 training losses were not finite and are left out." in Page(tmp_path / "report.html").text
+
+
+def test_metrics_of_validation_are_drawn_each_in_its_panel(tmp_path):
+    rows = rows_of()
+    for row in rows[::50]:
+        row |= {"val_accuracy": 1 - math.exp(-row["step"] / 100), "val_cross_entropy": 2 + row["val_loss"]}
+    rows[100]["val_accuracy"] = rows[150]["val_nothing"] = math.nan
+    assert loss_curve.metric_names(rows) == ["accuracy", "cross_entropy", "nothing"]
+    figure = loss_curve.draw_metrics(rows, ["accuracy", "cross_entropy", "nothing"])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["accuracy", "cross_entropy", "nothing"]
+    drawn = [list(map(tuple, axes.lines[0].get_xydata().tolist())) for axes in figure.axes]
+    assert drawn[0] == [(row["step"], row["val_accuracy"]) for row in rows[::50] if row["step"] != 100]
+    assert drawn[1] == [(row["step"], row["val_cross_entropy"]) for row in rows[::50]]
+    assert drawn[2] == []
+    assert [text.get_text() for text in figure.axes[0].texts] == [f"{rows[250]['val_accuracy']:.4g}"]
+    write_report(tmp_path, report(rows=rows, predicted=None, measured=None))
+    assert written(tmp_path) == {"loss.png", "metrics.png", "report.html"}
+    page = Page(tmp_path / "report.html")
+    images = [base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) for image in page.all("img")]
+    assert images == [(tmp_path / name).read_bytes() for name in ("loss.png", "metrics.png")]
+    assert "accuracy: from 0 to 0.9179. cross_entropy: from 7.6 to 4.093." in page.all("img")[1]["alt"]
+    assert "accuracy, validation0 → 0.9179" in page.text
+    assert "1 value was not finite and left out. 1 metric more is in metrics.jsonl." in page.text
+
+
+def test_a_run_may_have_one_metric_none_that_is_finite_or_many(tmp_path):
+    rows = [{"step": 3, "loss": 1.5, "val_loss": 2.0, "val_top5": 0.5}]
+    write_report(tmp_path, report(rows=rows, predicted=None, measured=None))
+    assert "top5, validation0.5" in Page(tmp_path / "report.html").text
+    write_report(tmp_path, report(rows=[rows[0] | {"val_top5": math.inf}], predicted=None, measured=None))
+    assert "No metric of this run has a finite value." in Page(tmp_path / "report.html").text
+    many = [f"m{i}" for i in range(100)]
+    assert report_module._metrics_to_draw(report(rows=[rows[0] | {f"val_{name}": 1.0 for name in many}])) == ["top5", *many[:23]]
+    (axes,) = loss_curve.draw_metrics([{"step": 0, "val_" + "n" * 64: 1.0}], ["n" * 64]).axes
+    assert len(axes.get_title(loc="left")) == 32
 
 
 @pytest.mark.parametrize("rows", [[{"step": 3, "loss": 1.5}], [{"step": 3, "loss": 1.5, "val_loss": 2.0}], rows_of(20)], ids=len)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jpipe.files import open_to_read
 
@@ -52,7 +52,7 @@ def kind_of(path: Path) -> Kind | None:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD)
         for name, hint, is_it in _SIGNATURES:
-            if is_it(head) if isinstance(is_it, _Starts) else is_it(head, size, file):
+            if is_it(head, size, file):
                 return Kind(name, hint)
     text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     is_whole = len(head) == size
@@ -60,25 +60,19 @@ def kind_of(path: Path) -> Kind | None:
     return _json(lines, text, is_whole=is_whole) or _table(lines)
 
 
-class _Starts(NamedTuple):
-    """Whether a file begins with one of these bytes, at this position."""
-
-    beginnings: tuple[bytes, ...]
-    at: int = 0
-
-    def __call__(self, head: bytes) -> bool:
-        return head.startswith(self.beginnings, self.at)
+_Test = Callable[[bytes, int, BinaryIO], bool]
+"""Whether a file with this beginning and this many bytes is of a kind."""
 
 
-def _starts(*beginnings: bytes, at: int = 0) -> _Starts:
-    return _Starts(beginnings, at)
+def _starts(*beginnings: bytes, at: int = 0) -> _Test:
+    return lambda head, *_: head.startswith(beginnings, at)
 
 
 def _is_parquet(head: bytes, size: int, file: BinaryIO) -> bool:
     return head.startswith((b"PAR1", b"PARE")) and (_end(file, size, 4) == head[:4] or not _is_text(head))
 
 
-def _is_orc(head: bytes, *_: object) -> bool:
+def _is_orc(head: bytes, *_: Any) -> bool:
     return head.startswith(b"ORC") and not _is_text(head)
 
 
@@ -119,7 +113,7 @@ def _end(file: BinaryIO, size: int, count: int) -> bytes:
     return file.read(count)
 
 
-_SIGNATURES: tuple[tuple[str, str, Callable[..., bool]], ...] = (
+_SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
     ("a Parquet file", f"{_LINES} (read_parquet and to_json(orient='records', lines=True)){_THEN}", _is_parquet),
     ("an ORC file", f"{_LINES} (read_orc and to_json(orient='records', lines=True)){_THEN}", _is_orc),
     (
