@@ -214,7 +214,7 @@ def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
     _bars(middle, [f"{row[1]}, {row[2]}" for row in rows], series, (GREY, ORANGE, BLUE, GREEN, LIGHT[BLUE]))
     middle.axhline(16, color=BLACK, linewidth=1)
     middle.text(-0.4, 16.2, "the GPU's 16 GB", fontsize=8)
-    _titled(middle, "Figure 7: memory, GPT of 2.2B, recomputing", "batch, rows of a microbatch", "GB of a GPU")
+    _titled(middle, "Figure 7: GPT of 2.2B, recomputing", "batch, rows of a microbatch", "GB of a GPU")
     _legend(middle, 3, 0.18)
     depths = tables["figure 8"]
     looks = zip(depths.rows, (LIGHT[BLUE], BLUE, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True)
