@@ -296,8 +296,8 @@ class Pipeline:
 
         Asynchronous schedules do not finish all of it: the rest stays in flight in the state.
 
-        Ctrl-C does not lose the state. Before the step has begun to write over arrays, KeyboardInterrupt is raised at once and `state` is as
-        it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
+        Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
+        as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
         called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it goes on from
         there, and the metrics are those of both steps. `drain`, `evaluate` and `params` go on from there, too. Ctrl-C that is pressed
         again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
@@ -381,9 +381,9 @@ class Pipeline:
         Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
         microbatch in the batch: the same call gives the same numbers.
 
-        The version is the newest that all stages hold. Weight stashing holds none while microbatches are in flight, and no schedule
-        holds a common average of the weights then: a copy of the state is drained, which costs that memory for the time of the call.
-        Layer state (batch statistics) is what each
+        The version is the newest that all replicas of all stages hold. Where there is none, as under weight stashing without replicas
+        while microbatches are in flight, a copy of the state is drained, which costs that memory for the time of the call; no schedule
+        holds a common average of the weights then. Layer state (batch statistics) is what each
         stage holds, ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has
         `sync_state` false.
 

@@ -1,7 +1,8 @@
 """Where a worker computes: a device, or the mesh of devices of its stage."""
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,6 +54,17 @@ class Place:
     @cached_property
     def _mesh(self) -> Mesh:
         return mesh_of(self.devices, self.mesh)
+
+
+def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
+    """Return the meshes of CPU devices that more than one of these workers has.
+
+    Collectives of XLA wait there in the threads that compute, of which there are as many as devices or cores. Programs of several workers
+    on the same devices are independent of each other: enough of them that have begun on one device and not on the other leave no thread
+    for what they wait for, and XLA ends the process. So they must run one after the other.
+    """
+    count = Counter(place for place in places if place.mesh and place.first.platform == "cpu")
+    return frozenset(place for place, workers in count.items() if workers > 1)
 
 
 @dataclass(frozen=True)

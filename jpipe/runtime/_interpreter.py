@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.meshes._place import crowded_meshes
 from jpipe.model._precision import LossScale
 from jpipe.programs._instructions import (
     AddShared,
@@ -100,6 +101,9 @@ def run(
     if is_on():
         stages = checked(plan, stages)
     workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
+    crowded = crowded_meshes(worker.compiled.place for worker in workers.values())
+    for worker in workers.values():
+        worker.takes_turns = worker.compiled.place in crowded
     try:
         for instruction in program.instructions:
             worker = workers.get(instruction.worker)
@@ -112,6 +116,8 @@ def run(
                     workers[w].take_sum(instruction, total)
             else:
                 _METHODS[type(instruction)](worker, instruction)
+            if worker.takes_turns:
+                worker.settle()
             if observe is not None:
                 observe(Event(shifted(instruction, plan, shift), worker.done, worker.held.state()))
                 worker.done = None
@@ -194,6 +200,7 @@ class _Worker:
         held: what instructions change.
         found: what they compute besides; shared by the workers of this process.
         done: of the last computation, see `Event`.
+        takes_turns: whether each computation has to be over before the next one is dispatched, see `crowded_meshes`.
     """
 
     def __init__(
@@ -219,6 +226,7 @@ class _Worker:
         self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.held.all_entries())
         self.found = found
         self.done: jax.Array | None = None
+        self.takes_turns = False
 
     def rng(self, k: int) -> tuple[Any, Any]:
         return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
@@ -230,6 +238,11 @@ class _Worker:
     def of(self, k: int) -> CompiledStage:
         """What its stage computes a microbatch with."""
         return self.stages[self.bucket(k)]
+
+    def settle(self) -> None:
+        """Wait for all that the worker has computed."""
+        arrays = (leaf for leaf in jax.tree.leaves(vars(self.held)) if isinstance(leaf, jax.Array))
+        jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
     @property
     def averages(self) -> bool:
@@ -457,6 +470,8 @@ class _Worker:
         x, labels = held.take_inputs(k)
         rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
         y = stage.calls["evaluate"](held.versions[i.version], held.layer_state, x, labels, rng)
+        if self.takes_turns:
+            jax.block_until_ready(y)
         if self.functions.last:
             self.found.evaluations[k] = y
         else:

@@ -238,7 +238,7 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
     """(mean loss, weight) of a batch from those of its updates."""
     parts = [arrived(part) for part in updates]
-    return parts[0] if len(parts) == 1 else _mean([(loss * weight, weight) for loss, weight in parts])
+    return parts[0] if len(parts) == 1 else _mean([(loss * jnp.where(weight == 0, 1, weight), weight) for loss, weight in parts])
 
 
 @without_mesh()  # it may run only when a number is read

@@ -17,8 +17,13 @@ Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, an
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
 l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
-With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read: floor(D(s, k) / m), where D(s, k) is
-the number of backwards that the rank has done for stage s before the forward of k. Versions alive: by counting. Needs m >= the ranks.
+With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read:
+floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k
+(`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica go on across batches and drains.
+Versions alive: by counting. Needs m / r >= p, the ranks.
+
+`evaluate` in mid-run reads the newest version that all replicas of all stages hold, or that of a drained copy where there is none.
+Replicas keep their own layer state until a drain, in the batches of `flush_first`, too.
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """

@@ -9,7 +9,8 @@
 
 Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
 Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches
-each, as the paper requires. On p ranks of several stages, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1), one more
+each, as the paper requires, and with extra_in_flight e m / w >= (1 + e) (d - 1) + 1, one more than m >= (1 + e) (d - 1) without replicas,
+in which their sum is taken. On p ranks of several stages, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1), one more
 for odd p; m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
 

@@ -97,6 +97,32 @@ def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
     check_close(found, expected)
 
 
+@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
+    """Six workers on pairs of eight devices: their collectives must not wait for each other's threads."""
+    fields = {"schedule": schedule, "replicas": 3, "microbatches": 6}
+    expected, _ = trained(even(**fields), steps=2)
+    pipe = Pipeline(models.wide_stack(), even(**fields, mesh={"data": 2}), models.masked_squares, models.momentum())
+    shared = [[place.devices for place in pipe.places].count(place.devices) > 1 for place in pipe.places]
+    assert shared == [True, True, False] * 2
+    waited = []
+
+    def observe(event):
+        if event.done is not None and shared[event.instruction.worker]:
+            waited.append(event.done.is_ready())
+
+    batches = batches_for(pipe.plan, 2)
+    state, losses = running.fresh(pipe, batches), []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch, observe=observe)
+        losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    assert all(waited)
+    assert len(waited) > 20
+    check_close(running.Trained([float(x) for x in losses], pipe.params(state), running.layer_state(state)), expected)
+    assert np.isfinite(float(pipe.evaluate(state, batches[0]).loss))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 def test_chunks_on_meshes_change_no_number(schedule):
