@@ -392,8 +392,7 @@ class _Run:
             updates, state = transformation.update(gradients, state, params)
             return updates, state, optax.apply_updates(params, updates)
 
-        init = transformation.init if not jax.make_jaxpr(transformation.init)(params).effects else without_effects(transformation.init)
-        self._params, self._state = params, init(params)
+        self._params, self._state = params, _prepared(transformation.init, params)(params)
         self._update = _prepared(update, params, self._state, params)
 
     def step(self, gradients: Tree) -> dict[Any, np.ndarray]:

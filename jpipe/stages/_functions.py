@@ -711,18 +711,22 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
 def with_effects(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> list[str]:
     """The layers whose forward or backward has side effects."""
 
-    def backward(layer_id: str, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
+    def backward(layer_id: str, moves: bool, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
         def forward(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
-            return floats_of(stack.layers[layer_id].apply(params, state, with_floats(x, floats), key, True)[0])
+            inputs = with_floats(x, floats) if moves else x
+            return floats_of(stack.layers[layer_id].apply(params, state, inputs, key, True)[0])
 
         y, vjp = jax.vjp(forward, params, floats_of(x))
         return vjp(jax.tree.map(jnp.ones_like, y))
 
-    return [
-        layer_id
-        for layer_id, spec in layers.items()
-        if jax.make_jaxpr(partial(backward, layer_id))(spec.params, spec.state, spec.x, key_spec()).effects
-    ]
+    def has_effects(layer_id: str, spec: LayerSpec) -> bool:
+        arguments = spec.params, spec.state, spec.x, key_spec()
+        try:
+            return bool(jax.make_jaxpr(partial(backward, layer_id, True))(*arguments).effects)
+        except Exception:  # a layer of the first stage need not have a gradient for its input
+            return bool(jax.make_jaxpr(partial(backward, layer_id, False))(*arguments).effects)
+
+    return [layer_id for layer_id, spec in layers.items() if has_effects(layer_id, spec)]
 
 
 def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:
