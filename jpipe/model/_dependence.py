@@ -69,8 +69,13 @@ _ZERO_OF_ZERO = {
 """Primitives whose result is zero if their first operand is. Division by zero aside, which no optimizer means."""
 _ZERO_OF_ANY = {"dot_general", "mul"}
 """Primitives whose result is zero if one operand is, as long as the other is finite."""
-_ZERO_OF_ALL = {"add", "add_any", "concatenate", "max", "min", "pad", "sub"}
-"""Primitives whose result is zero if all operands are."""
+_OF_ALL = {"add": np.add, "add_any": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}
+"""Primitives whose result is a known number if all operands are."""
+_SAME = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient"}
+"""Primitives that repeat or arrange the numbers of their operand."""
+
+_Known = float | None
+"""The number that all elements of an array are, whatever the inputs of the computation are; None: not known."""
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
@@ -83,42 +88,56 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
         consts: the values of its constants.
         zeros: for each input whether it is always zero.
     """
-    found = {var for var, const in zip(jaxpr.constvars, consts, strict=True) if _is_zero(const)}
-    found |= {var for var, zero in zip(jaxpr.invars, zeros, strict=True) if zero}
+    return [value == 0 for value in _known(jaxpr, consts, [0.0 if zero else None for zero in zeros])]
 
-    def holds(var: Any) -> bool:
-        return _is_zero(var.val) if is_literal(var) else var in found
+
+def _known(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[_Known]:
+    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_number, consts), *inputs], strict=True))
+
+    def read(var: Any) -> _Known:
+        return _number(var.val) if is_literal(var) else found.get(var)
 
     for equation in jaxpr.eqns:
-        zeros_here = _zero_results(equation, list(map(holds, equation.invars)))
-        found |= {var for var, zero in zip(equation.outvars, zeros_here, strict=True) if zero}
-    return list(map(holds, jaxpr.outvars))
+        found.update(zip(equation.outvars, _known_results(equation, list(map(read, equation.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
-def _zero_results(equation: Any, zeros: list[bool]) -> list[bool]:
-    """For each result of an equation whether it is zero, for operands of which some are."""
+def _known_results(equation: Any, inputs: list[_Known]) -> Sequence[_Known]:
+    """The results of an equation."""
     name, params = equation.primitive.name, equation.params
-    if name in _ZERO_OF_ZERO:
-        return [zeros[0]]
-    if name in _ZERO_OF_ANY:
-        return [any(zeros)]
-    if name in _ZERO_OF_ALL:
-        return [all(zeros)]
-    if name == "integer_pow":
-        return [zeros[0] and params["y"] > 0]
-    if name == "select_n":
-        return [all(zeros[1:])]
     if name == "cond":
-        branches = [always_zero(branch.jaxpr, branch.consts, zeros[1:]) for branch in params["branches"]]
-        return [all(results) for results in zip(*branches, strict=True)]
+        branches = [_known(branch.jaxpr, branch.consts, inputs[1:]) for branch in params["branches"]]
+        return [_common(results) for results in zip(*branches, strict=True)]
     if is_call(equation):
-        return always_zero(*body_of(equation), zeros)
-    return [False] * len(equation.outvars)
+        return _known(*body_of(equation), inputs)
+    unknown = [None] * len(equation.outvars)
+    is_zero = (name in _ZERO_OF_ZERO and inputs[0] == 0) or (name in _ZERO_OF_ANY and 0 in inputs)
+    if is_zero or (name == "integer_pow" and inputs[0] == 0 and params["y"] > 0):
+        return [0.0]
+    if name in _SAME:
+        return [inputs[0]]
+    if name in ("select_n", "concatenate", "pad"):
+        return [_common(inputs[1:] if name == "select_n" else inputs)]
+    if any(value is None for value in inputs):
+        return unknown
+    if name in _OF_ALL:
+        return [float(_OF_ALL[name](*inputs))]
+    if name == "convert_element_type":
+        return [float(np.asarray(inputs[0]).astype(params["new_dtype"]))]
+    return [float(np.clip(inputs[1], inputs[0], inputs[2]))] if name == "clamp" else unknown
 
 
-def _is_zero(value: Any) -> bool:
-    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)) and not is_key and not np.any(np.asarray(value))
+def _common(values: Sequence[_Known]) -> _Known:
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _number(value: Any) -> _Known:
+    """The number that a constant is, or that all of its elements are."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return None
+    array = np.asarray(value)
+    is_one = array.size > 0 and array.dtype != object and not jnp.issubdtype(array.dtype, np.complexfloating)
+    return float(array.flat[0]) if is_one and (array == array.flat[0]).all() else None
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:

@@ -117,8 +117,10 @@ def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
         costs = profile.stage_costs(plan, 2)
         assert jpipe.programs.shared_stages(costs) == jpipe.programs.shared_stages(expected) == ()
         for found, exact in zip(costs, expected, strict=True):
-            for part in ("weights", "frozen", "optimizer", "state", "residuals", "inputs"):
+            for part in ("weights", "frozen", "optimizer", "state", "inputs"):
                 assert getattr(found, part) == getattr(exact, part), (stages, part)
+            recomputes = stages[0]["recompute"] == "full"  # then the input is kept for the first layer with a gradient alone
+            assert found.residuals >= exact.residuals if recomputes else found.residuals == exact.residuals, stages
             assert exact.accumulators - found.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
             assert exact.gradient - found.gradient in (0, 4)  # its weight
             assert exact.message - found.message in (4, 8)
