@@ -62,7 +62,9 @@ def _plain_params(given: Any, expected: Tree, layer_id: str) -> Tree:
             )
         return nnx.to_pure_dict(params)
     if isinstance(given, Mapping) and "params" in given and not (isinstance(expected, Mapping) and "params" in expected):
-        raise InputError(f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it")
+        raise InputError(
+            f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
+        )
     return given
 
 

@@ -140,7 +140,9 @@ def _joined(name: str, part: str) -> str:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What a value consists of; nothing of what cannot hold an array of the user's."""
-    if isinstance(value, (str, bytes, int, float, complex, type(None), ModuleType, jax.Array, np.ndarray, nnx.Module, nnx.Variable)) or _is_bound(value):
+    if isinstance(
+        value, (str, bytes, int, float, complex, type(None), ModuleType, jax.Array, np.ndarray, nnx.Module, nnx.Variable)
+    ) or _is_bound(value):
         return
     if isinstance(value, functools.partial):
         yield "", value.func

@@ -22,7 +22,9 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
     try:
         leaves = jax.tree.leaves(batch)
     except ValueError:  # keys of a dict that cannot be sorted
-        raise InputError("batch: expected dicts with keys that can be sorted, found some of several types; make all of them texts") from None
+        raise InputError(
+            "batch: expected dicts with keys that can be sorted, found some of several types; make all of them texts"
+        ) from None
     if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
         raise InputError(
             f"batch: expected arrays without masks, found a masked array {describe(masked[0])}, whose mask would be dropped; "

@@ -137,7 +137,9 @@ def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fie
     modules = [importlib.import_module(".".join(path.relative_to(top).with_suffix("").parts)) for path in files]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     caching = {
-        kind for kind in classes if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, cached_property) for v in vars(kind).values())
+        kind
+        for kind in classes
+        if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, cached_property) for v in vars(kind).values())
     }
     assert caching == {jpipe.Plan}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)

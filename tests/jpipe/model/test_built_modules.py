@@ -212,5 +212,7 @@ def test_a_function_of_the_input_that_takes_rngs_is_told_where_random_numbers_co
 
     with pytest.raises(InputError, match=r"layer 'a' has a parameter 'rngs'.*also needs 'x'.*draw random numbers in an NNX module"):
         jpipe.LayerStack({"a": drop})
-    with pytest.raises(InputError, match=r"layer 'a'.*'rngs'; a layer is called with its input alone: give rngs to its parts in its constr"):
+    with pytest.raises(
+        InputError, match=r"layer 'a'.*'rngs'; a layer is called with its input alone: give rngs to its parts in its constr"
+    ):
         jpipe.LayerStack({"a": lambda rngs: DrawingCall(rngs)}).specs(X)

@@ -118,7 +118,9 @@ def test_parameters_of_an_nnx_module_are_taken(given):
 def test_what_else_flax_has_besides_parameters_is_refused():
     pipe = from_flax()
     norm = nnx.BatchNorm(models.WIDTH, rngs=nnx.Rngs(3))
-    with pytest.raises(InputError, match=r"layer 'b': expected nnx.Param variables, found 'mean', a BatchStat.*nnx.state\(module, nnx.Param\)"):
+    with pytest.raises(
+        InputError, match=r"layer 'b': expected nnx.Param variables, found 'mean', a BatchStat.*nnx.state\(module, nnx.Param\)"
+    ):
         begun(pipe, {"b": nnx.state(norm)})
     with pytest.raises(InputError, match=r"layer 'a': .*the key 'params' of all variables; give \['params'\] of it"):
         begun(pipe, {"a": {"params": {}}})
