@@ -2,6 +2,7 @@
 `data …`, `configs`."""
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from train.console import interrupt
-from train.console.terminal import fail, printable
+from train.console.terminal import LINES, fail, printable
 
 app = tyro.extras.SubcommandApp()
 
@@ -474,5 +475,6 @@ def configs(
 def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code."""
     about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
+    logging.getLogger("jpipe").addHandler(LINES)  # once, however often this is called
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code

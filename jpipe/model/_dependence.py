@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 Adds = Callable[[Any, Sequence[int], Any, int], int]
 """(equation, marks of its inputs, one of its outputs, the marks of that) -> marks to add to those of the output."""
 
