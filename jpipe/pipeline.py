@@ -27,6 +27,7 @@ from jpipe._interrupts import Results, consume, held_signals
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
+from jpipe.model._rows import tell_of_rows
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
@@ -199,6 +200,9 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
 
+        Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
+        over rows: such a layer or loss sees the rows of a microbatch, not those of a batch.
+
         Args:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
@@ -219,10 +223,12 @@ class Pipeline:
                 parameters or the state of a layer.
         """
         key = as_key(key)
-        specs = self.stack.specs(microbatch_spec(batch, self.plan.microbatches)[0])
+        spec = microbatch_spec(batch, self.plan.microbatches)
+        specs = self.stack.specs(spec[0])
         given = given_params({} if params is None else params, specs)
         self.stack.ties.check_given(given)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
+        tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)

@@ -425,7 +425,7 @@ class Plan(pydantic.BaseModel):
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = "plan") -> "Plan":
+    def from_json(cls, text: str | bytes, where: str = "plan") -> "Plan":
         """Read a plan from JSON text.
 
         Args:
@@ -634,7 +634,7 @@ def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
     return list(value)
 
 
-def read_json(text: str, expected: str, where: str) -> dict[str, Any]:
+def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     """The JSON object in a text, if its key `format` says that it is what is expected.
 
     Args:

@@ -2,6 +2,7 @@
 `data …`, `configs`."""
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import tyro
 
 from train.console import interrupt
 from train.console.exit_codes import failed
-from train.console.terminal import fail, printable
+from train.console.terminal import LINES, fail, printable
 
 app = tyro.extras.SubcommandApp()
 
@@ -515,5 +516,6 @@ def run(arguments: Sequence[str] | None) -> int:
         "Pipeline-parallel training for JAX and Flax. The version: jpipe --version. For completion of these commands and their options in "
         "a shell: jpipe --tyro-print-completion bash, or zsh (docs/configuration.md says where to put it)."
     )
+    logging.getLogger("jpipe").addHandler(LINES)  # once, however often this is called
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code

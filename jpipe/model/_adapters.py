@@ -48,7 +48,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     if is_constructor(layer):
         if needed := _needed(layer):
             raise InputError(
-                f"layer '{layer_id}' has a parameter 'rngs', so it is taken for a constructor of an NNX module, which gets nothing else, but "
+                f"layer '{layer_id}' has a parameter 'rngs', so it is taken for a constructor of an NNX module, which gets nothing else; "
                 f"it also needs {', '.join(map(repr, needed))}; give lambda rngs: … with all arguments of the constructor; if it is a "
                 "function of the input, draw random numbers in an NNX module, such as nnx.Dropout(0.1, rngs=rngs), or in a jpipe.Layer "
                 "with stochastic=True, whose apply gets a key"
@@ -149,8 +149,8 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
         for collection in after:
             if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):
                 raise InputError(
-                    f"layer '{layer_id}': its forward stores something new in the collection '{collection}', as sow does, and a pipeline has "
-                    "no place to collect it; return it as a part of the output, or leave out the sow"
+                    f"layer '{layer_id}': its forward stores something new in the collection '{collection}', as sow does, and a pipeline "
+                    "has no place to collect it; return it as a part of the output, or leave out the sow"
                 )
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 

@@ -171,7 +171,7 @@ class LayerStack:
         except TypeError:  # text, objects
             raise InputError(f"inputs: expected arrays of numbers, found {describe(inputs)}") from None
         for layer_id in self.layers if ids is None else ids:
-            like = self._like(layer_id, x)
+            like = self.like(layer_id, x)
             if like not in self._known:
                 self._known[like] = self._spec(layer_id, before, x)
             found[layer_id] = self._known[like]
@@ -180,7 +180,7 @@ class LayerStack:
             self.ties.check({layer_id: spec.params for layer_id, spec in found.items()})
         return found
 
-    def _like(self, layer_id: str, x: Tree) -> Any:
+    def like(self, layer_id: str, x: Tree) -> Any:
         """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)

@@ -270,7 +270,7 @@ class Profile(_Data):
         return json.dumps(self.model_dump(mode="json")) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = "profile") -> "Profile":
+    def from_json(cls, text: str | bytes, where: str = "profile") -> "Profile":
         """Read a profile.
 
         Args:

@@ -466,13 +466,13 @@ def test_a_prediction_is_of_every_stage(peaks):
     assert jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted | {"peak_bytes": [1, 2]}).predicted is not None
 
 
-GOOD = np.ones((2, 3), np.float32)
+ONES = np.ones((2, 3), np.float32)
 
 
 @functools.cache
 def begun():
     pipe = pipeline()
-    return pipe, pipe.init(jax.random.key(0), (GOOD, GOOD))
+    return pipe, pipe.init(jax.random.key(0), (ONES, ONES))
 
 
 class OnlyAShape:
@@ -485,7 +485,7 @@ class Frame:
     shape, ndim = (2, 3), 2
 
     def __getitem__(self, rows):
-        return GOOD[rows]
+        return ONES[rows]
 
 
 def deleted():
@@ -495,13 +495,16 @@ def deleted():
 
 
 ODD_BATCHES = {
-    "masked": (lambda: np.ma.masked_array(np.ones((2, 3), np.float32), mask=np.eye(2, 3)), r"found a masked array float32\[2, 3\].*filled"),
+    "masked": (
+        lambda: np.ma.masked_array(np.ones((2, 3), np.float32), mask=np.eye(2, 3)),
+        r"expected .* found a masked array float32\[2, 3\].*filled",
+    ),
     "random keys": (lambda: jax.random.split(jax.random.key(0), 2), r"expected arrays of numbers, found .*convert key<fry> to numbers"),
     "keys of several types": (lambda: {1: np.ones((2, 3)), "a": np.ones((2, 3))}, "expected dicts with keys that can be sorted"),
     "a table": (Frame, "expected arrays of numbers, found .*convert Frame to numbers"),
     "no rows": (OnlyAShape, "expected arrays whose rows can be read, found OnlyAShape"),
     "a spec": (lambda: jax.ShapeDtypeStruct((2, 3), np.float32), "expected arrays whose rows can be read, found ShapeDtypeStruct"),
-    "deleted": (deleted, r"found float32\[2, 3\] that was deleted"),
+    "deleted": (deleted, r"expected arrays, found float32\[2, 3\] that was deleted"),
 }
 
 
@@ -509,7 +512,7 @@ ODD_BATCHES = {
 def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
     pipe, state = begun()
     with pytest.raises(InputError, match=f"^batch: {message}"):
-        pipe.step(state, (inputs(), GOOD))
+        pipe.step(state, (inputs(), ONES))
 
 
 @pytest.mark.parametrize(
@@ -520,7 +523,6 @@ def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
         (lambda: lower(Plan.even("abc", 1, "gpipe", 2), True), "lower: expected integers, .*batches True"),
         (lambda: jpipe.Link(-1), "Link: bandwidth: expected bytes per second above 0, found -1"),
         (lambda: jpipe.Link(float("nan")), "Link: bandwidth: .*found nan"),
-        (lambda: jpipe.Link("1 GB/s"), "Link: bandwidth: .*found '1 GB/s'"),
         (lambda: jpipe.Link(1, -1), "Link: latency: expected seconds, 0 or more, found -1"),
         (lambda: jpipe.Link(1, float("nan")), "Link: latency: .*found nan"),
         (
@@ -542,8 +544,7 @@ def test_impossible_numbers_are_refused(make, message):
         lambda text: Plan.even("abc", 2, "gpipe", 2, **{text: 1}),
         lambda text: jpipe.Precision(params=text),
         lambda text: jpipe.Precision(loss_scale=text),
-        lambda text: Pipeline(STACK, pipeline().plan, models.squares, models.momentum(), clip_global_norm=text),
-        lambda text: jpipe.LayerStack({"a": lambda x: x}, ties=[jpipe.Tie((text,), ("a", "b"))]),
+        lambda text: jpipe.LayerStack({"a": lambda x: x}, ties=[jpipe.Tie((text, "w"), ("a", "b"))]),
         lambda text: Plan.from_json(json.dumps({"format": text})),
     ],
 )

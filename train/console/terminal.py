@@ -1,5 +1,6 @@
 """Text for a terminal, escaped so that names from strangers (of files, layers, keys) cannot control it."""
 
+import logging
 import sys
 
 
@@ -29,3 +30,13 @@ def fail(message: str, code: int) -> int:
     """Print on standard error why a command ends; return its exit code."""
     print(f"jpipe: {message}", file=sys.stderr, flush=True)
     return code
+
+
+class _Lines(logging.Handler):
+    """Prints on standard error what the library logs, in lines like those of the commands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"jpipe: {printable(record.getMessage())}", file=sys.stderr, flush=True)
+
+
+LINES = _Lines()

@@ -90,7 +90,7 @@ def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_lim
         code = failed(error)
     except together.ReportedElsewhere as error:
         code = fail(str(error), error.code)
-    except (RunStopped, PeerLost) as error:
+    except (RunStopped, PeerLost, FloatingPointError) as error:  # the last one with jax_debug_nans
         code = fail(printable(str(error)), 1)
     except BaseException as error:
         if count == 1:

@@ -53,8 +53,16 @@ def second_batch(pipe):
 
 
 CASES = {
-    "last stage": ("forward", ("a", "b", "bad"), r"stage 1 \(layers bad\): NaN in what its forward_backward computes; .* forward of layer 'bad'"),
-    "first stage": ("forward", ("bad", "a", "b"), r"stage 0 \(layers bad, a\): NaN in what its forward computes; .* forward of layer 'bad'"),
+    "last stage": (
+        "forward",
+        ("a", "b", "bad"),
+        r"stage 1 \(layers bad\): NaN in what its forward_backward computes; .* forward of layer 'bad'",
+    ),
+    "first stage": (
+        "forward",
+        ("bad", "a", "b"),
+        r"stage 0 \(layers bad, a\): NaN in what its forward computes; .* forward of layer 'bad'",
+    ),
     "gradient": ("gradient", ("a", "bad", "b"), r"stage 0 \(layers a, bad\): NaN in what its backward computes; .* gradients is 'a'"),
 }
 
