@@ -95,7 +95,7 @@ def main(
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
             if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}; {newest_of(folder)}") from error
+                raise RunStopped(f"{error.strerror}{newest_of(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
@@ -264,21 +264,23 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
 
 
 def newest_of(folder: RunFolder | None) -> str:
-    """What is left of a run whose folder was changed, in words."""
+    """The end of a message: what is left of a run whose folder somebody has changed; nothing where the folder is not known."""
     from jpipe.checkpoints import files
 
+    if folder is None:
+        return ""
     try:
-        whole = [] if folder is None else files.steps(folder.path)
-    except jpipe.InputError:
+        whole = files.steps(folder.path)
+    except (jpipe.InputError, OSError):
         whole = []
-    return f"its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "no checkpoint is left there"
+    return f"; its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "; no checkpoint is left there"
 
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         file = error.filename if isinstance(error.filename, str) else None
-        if file is not None and folder is not None and not Path(file).is_relative_to(folder.path):
+        if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
             return f"'{file}' cannot be read or written: {error.strerror or error}"
         return f"the run folder cannot be written: {error.strerror or error}"
     said = first_line(error)
