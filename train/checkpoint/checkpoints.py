@@ -57,7 +57,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._open_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # to notice that another one is in its place
+        # Held open, to notice that another one is in its place. Where no checkpoints are written, only process 0 need see it.
+        self._open_folder = None if config.every is None else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.written: int | None = None  # the last complete one, as far as process 0 knows
 
     def arm(self, step: int) -> None:
@@ -149,7 +150,8 @@ class Checkpoints:
         """Begin nothing more; what is being written is finished, if it can be."""
         self._snapshots.clear()
         self._thread.shutdown(wait=True)
-        os.close(self._open_folder)
+        if self._open_folder is not None:
+            os.close(self._open_folder)
 
     def _kept(self, none: str, but: int | None = None) -> str:
         """What is left, in words: the last complete checkpoint, but for that of one step."""
@@ -189,6 +191,7 @@ class Checkpoints:
         Raises:
             FolderChanged: it is not.
         """
+        assert self._open_folder is not None
         try:
             same = os.path.samestat(os.stat(self._folder), os.fstat(self._open_folder))
         except (FileNotFoundError, NotADirectoryError):

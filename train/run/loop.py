@@ -79,7 +79,7 @@ def main(
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
             return nothing_left(resumed, config, reporter)
-        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, fixed=from_checkpoint is not None)
+        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
         if resumed is not None:
             tell_resumed(resumed, config, pipe.plan, batches, reporter)
@@ -102,7 +102,7 @@ def main(
 
 
 def prepared(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, *, fixed: bool
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, wanted: int | None
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """The pipeline, its data, where it resumes and the layers to restore; the checkpoint before is taken if one cannot be read.
 
@@ -112,7 +112,7 @@ def prepared(
         resumed: the checkpoint to begin with.
         resume: as in `main`.
         reporter: gets a line for each checkpoint that cannot be read.
-        fixed: no other checkpoint may be taken.
+        wanted: the step of the only checkpoint that may be taken, if it is the one to begin with.
 
     Raises:
         jpipe.InputError: something does not fit, or no checkpoint can be read.
@@ -124,7 +124,7 @@ def prepared(
         layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
         if layers is not None:
             return pipe, batches, resumed, layers
-        if fixed:
+        if resumed.step == wanted:
             raise together.shared(jpipe.InputError(wrong))
         reporter.say(f"checkpoint: {passed_over(wrong)}")
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
@@ -179,6 +179,8 @@ def run(
         announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, resumed, given)
+            if given is not None:
+                given.clear()  # whoever else holds it, the arrays need no memory any more
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
             sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
