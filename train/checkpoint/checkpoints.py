@@ -10,6 +10,7 @@ import jpipe
 from jpipe.files import shown
 from train.checkpoint.run_folder import FolderChanged
 from train.config.config import CheckpointConfig
+from train.console.exit_codes import reported_by_system
 from train.launch.together import Together
 
 Observer = Callable[[jpipe.runtime.Event], None]
@@ -56,7 +57,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._is_last = False  # whether the last one was begun, but for that at the end
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._open_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # to notice that another one is in its place
+        # Held open, to notice that another one is in its place. Where no checkpoints are written, only process 0 need see it.
+        self._open_folder = None if config.every is None else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.written: int | None = None  # the last complete one, as far as process 0 knows
 
     def arm(self, step: int) -> None:
@@ -118,16 +120,13 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        from jpipe import checkpoints
-
         try:
             with self._together.working("a checkpoint to be written"):
                 writing.result()
         except FolderChanged:
             raise
         except (OSError, jpipe.runtime.CopiesDiffer) as error:
-            whole = checkpoints.steps(self._folder)
-            kept = f"the last good one is of step {whole[-1]}" if whole else "none so far"
+            kept = self._kept("none so far")
             if isinstance(error, jpipe.runtime.CopiesDiffer):
                 raise jpipe.runtime.CopiesDiffer(f"{error}; {kept}") from error
             what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
@@ -143,8 +142,7 @@ class Checkpoints:
 
         if self.written == step and files.is_all_there(self._folder, step):
             return None
-        whole = [number for number in files.steps(self._folder) if number != step]
-        kept = f"the last good one is of step {whole[-1]}" if whole else "there is no other"
+        kept = self._kept("there is no other", step)
         what = "could not be written" if self.written != step else "is not in the run folder any more"
         return f"the checkpoint of step {step} {what}; {kept}"
 
@@ -152,12 +150,32 @@ class Checkpoints:
         """Begin nothing more; what is being written is finished, if it can be."""
         self._snapshots.clear()
         self._thread.shutdown(wait=True)
-        os.close(self._open_folder)
+        if self._open_folder is not None:
+            os.close(self._open_folder)
+
+    def _kept(self, none: str, but: int | None = None) -> str:
+        """What is left, in words: the last complete checkpoint, but for that of one step."""
+        from jpipe.checkpoints import steps
+
+        try:
+            whole = [step for step in steps(self._folder) if step != but]
+        except (jpipe.InputError, OSError):  # the disk is out of order
+            whole = []
+        return f"the last good one is of step {whole[-1]}" if whole else none
 
     def _write(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
+        self._check_folder()
+        try:
+            self._save(snapshot, facts)
+        except jpipe.InputError as error:
+            reported = reported_by_system(error)
+            if reported is None:
+                raise
+            raise OSError(reported.errno, str(error)) from error  # what was right when the run began is no mistake of the user's
+
+    def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe.checkpoints import files, save
 
-        self._check_folder()
         save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
         if not self._together.is_first:
             return
@@ -173,6 +191,7 @@ class Checkpoints:
         Raises:
             FolderChanged: it is not.
         """
+        assert self._open_folder is not None
         try:
             same = os.path.samestat(os.stat(self._folder), os.fstat(self._open_folder))
         except (FileNotFoundError, NotADirectoryError):

@@ -15,7 +15,7 @@ from jpipe.files import shown
 from train.assemble.build import param_specs
 from train.assemble.meshes import device_kinds, has_meshes, mesh_words
 from train.checkpoint.history import Part, optimizer_words
-from train.checkpoint.run_folder import RunFolder
+from train.checkpoint.run_folder import FolderChanged, RunFolder
 from train.config.config import Config
 from train.console.progress import Reporter
 from train.console.terminal import count, duration, first_line
@@ -88,6 +88,8 @@ def write_report(
             windows = measure.predicted, measure.measured
             of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
             report.write_report(folder.path, of_run)
+    except FolderChanged as error:
+        reporter.say(f"report: not written, because {error.strerror}")
     except OSError as error:
         reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
     except Exception as error:

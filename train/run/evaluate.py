@@ -89,7 +89,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
     Raises:
         InputError: there is no such run or checkpoint, it is damaged, or it does not fit its config; the data cannot be read, or there
             is not a single row.
-        RunStopped: a device failed.
+        RunStopped: a device failed, or a file could be read no longer.
         jpipe.PeerLost: another process died, hung or stopped.
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
@@ -118,7 +118,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
                     raise together.shared(InputError(damaged))
                 state = begin(config, pipe, batches, resumed, layers)
             means = _evaluate(config, request, pipe, state, batches.validation, parts, reporter)
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, OSError) as error:
             raise RunStopped(reason(error)) from error
         (loss, labels), *_ = means.values()
         metrics = {name.removeprefix("val_"): mean for name, (mean, _) in means.items() if name != "val_loss"}

@@ -80,7 +80,7 @@ def main(
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
             return nothing_left(resumed, config, reporter)
-        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, fixed=from_checkpoint is not None)
+        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
         if resumed is not None:
             tell_resumed(resumed, config, pipe.plan, batches, reporter)
@@ -96,14 +96,14 @@ def main(
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
             if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}; {newest_of(folder)}") from error
+                raise RunStopped(f"{error.strerror}{newest_of(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
 
 
 def prepared(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, *, fixed: bool
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, wanted: int | None
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """The pipeline, its data, where it resumes and the layers to restore; the checkpoint before is taken if one cannot be read.
 
@@ -113,7 +113,7 @@ def prepared(
         resumed: the checkpoint to begin with.
         resume: as in `main`.
         reporter: gets a line for each checkpoint that cannot be read.
-        fixed: no other checkpoint may be taken.
+        wanted: the step of the only checkpoint that may be taken, if it is the one to begin with.
 
     Raises:
         jpipe.InputError: something does not fit, or no checkpoint can be read.
@@ -125,7 +125,7 @@ def prepared(
         layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
         if layers is not None:
             return pipe, batches, resumed, layers
-        if fixed:
+        if resumed.step == wanted:
             raise together.shared(jpipe.InputError(wrong))
         reporter.say(f"checkpoint: {passed_over(wrong)}")
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
@@ -180,6 +180,8 @@ def run(
         announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
             state = begin(config, pipe, batches, resumed, given)
+            if given is not None:
+                given.clear()  # whoever else holds it, the arrays need no memory any more
             # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
             here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
             sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
@@ -276,21 +278,23 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
 
 
 def newest_of(folder: RunFolder | None) -> str:
-    """What is left of a run whose folder was changed, in words."""
+    """The end of a message: what is left of a run whose folder somebody has changed; nothing where the folder is not known."""
     from jpipe.checkpoints import files
 
+    if folder is None:
+        return ""
     try:
-        whole = [] if folder is None else files.steps(folder.path)
-    except jpipe.InputError:
+        whole = files.steps(folder.path)
+    except (jpipe.InputError, OSError):
         whole = []
-    return f"its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "no checkpoint is left there"
+    return f"; its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "; no checkpoint is left there"
 
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """What a device or the disk says, in one line."""
     if isinstance(error, OSError):
         file = error.filename if isinstance(error.filename, str) else None
-        if file is not None and folder is not None and not Path(file).is_relative_to(folder.path):
+        if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
             return f"'{file}' cannot be read or written: {error.strerror or error}"
         return f"the run folder cannot be written: {error.strerror or error}"
     said = first_line(error)

@@ -128,17 +128,38 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
     assert [row["step"] for row in rows_of(loop.main(changed(saved)).folder)] == list(range(7))
 
 
-def test_rows_lost_after_the_last_checkpoint_end_the_run(saved, monkeypatch):
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7, from which it resumes$"),
+        ("checkpoints/00000007", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
+    ],
+)
+def test_what_is_lost_at_the_end_is_noticed(lost, message, saved, monkeypatch):
     finish = checkpoints.Checkpoints.finish
-    rows = Path(saved["run"]["dir"]) / "metrics.jsonl"
 
-    def then_removed(self):
+    def then_moved(self):
         finish(self)
         if self.written == 7:
-            rows.unlink()
+            (Path(saved["run"]["dir"]) / lost).rename(Path(saved["run"]["dir"]) / "elsewhere")
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "finish", then_removed)
-    with pytest.raises(RunStopped, match=r"was moved or removed while the run was training; its newest checkpoint is of step 7"):
+    monkeypatch.setattr(checkpoints.Checkpoints, "finish", then_moved)
+    with pytest.raises(RunStopped, match=message):
+        loop.main(changed(saved))
+
+
+def test_a_network_that_fails_while_a_checkpoint_is_written_is_no_bad_input(saved, monkeypatch):
+    real = Path.is_symlink
+
+    def stale(self):
+        if armed and self.name == "checkpoints":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self)
+
+    armed: list = []
+    monkeypatch.setattr(Path, "is_symlink", stale)
+    before(monkeypatch, 3, lambda: armed.append(True))
+    with pytest.raises(RunStopped, match=r"a checkpoint could not be written: .*Stale file handle"):
         loop.main(changed(saved))
 
 
