@@ -72,7 +72,7 @@ def measured_and_predicted(plan, stack=STACK, optimizer=None, **options) -> tupl
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.thinned(most=0, most_slow=4)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):

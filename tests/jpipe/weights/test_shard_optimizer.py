@@ -62,7 +62,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
-@pytest.mark.thinned(most=4, most_slow=len(CASES))
+@pytest.mark.thinned(most=4, most_slow=3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_without(case):
     fields = dict(CASES[case])
