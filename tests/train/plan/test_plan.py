@@ -355,7 +355,7 @@ def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
 
 
 def test_a_faster_plan_with_delayed_weights_is_one_line_unless_it_is_asked_for(files, capsys):
-    Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}]}))
+    Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}], "device": {}}))
     slow = [layer.model_copy(update={"weights": 10**10, "accumulators": 10**10, "optimizer": 0}) for layer in profile().layers]
     Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())  # too heavy to replicate
     arguments = "--profile=heavy.json", "--topology=three.yaml", "--batch=4"
