@@ -106,6 +106,7 @@ class LayerCost:
             policy (nothing where there is no entry).
         update: time of one update.
         temporary: the largest scratch memory of its programs, without recomputation.
+        temporary_more: what scratch memory a stage needs more than for the larger of both, where the next layer is in the same stage.
     """
 
     forward: float
@@ -122,6 +123,7 @@ class LayerCost:
     frozen: int = 0
     backward_weight: float | None = None
     stash: Mapping[str, int] = field(default_factory=dict)
+    temporary_more: int = 0
 
     @property
     def for_weights(self) -> float:
@@ -285,12 +287,17 @@ def sum_layer_costs(
                 optimizer=sum(layer.optimizer for layer in own),
                 state=sum(layer.state for layer in own),
                 accumulators=sum(layer.summed for layer in own),
-                temporary=max(layer.temporary for layer in own) + max(inside - (0 if fused else residuals), 0),
+                temporary=_scratch(own) + max(inside - (0 if fused else residuals), 0),
             )
         )
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, costs, shared)
+
+
+def _scratch(layers: Sequence[LayerCost]) -> int:
+    """The scratch memory of a stage of these layers, without recomputed residuals."""
+    return max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
 
 
 def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:

@@ -15,7 +15,19 @@ import jpipe
 from jpipe import InputError
 from planner.machine.topology import Device
 from planner.profile.flops import count_flops
-from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
+from planner.profile.model import (
+    POLICIES,
+    Batch,
+    Costs,
+    Meter,
+    Model,
+    Progress,
+    count_bytes,
+    parts_of_bytes,
+    profile_of,
+    scratch_bytes,
+    scratch_of_pairs,
+)
 from planner.profile.profile import Profile
 
 Name = Literal["forward", "backward", "update"]
@@ -40,9 +52,9 @@ def analyze(
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
     `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
     scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
-    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward at the smallest and the
-    largest size, interpolated linearly; an update is assumed to need none. The profile does not know that GPUs are slow with few rows:
-    if the smallest microbatches look best, use a measured profile.
+    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward, and the backward of
+    neighbouring layers, at the smallest and the largest size, interpolated linearly; an update is assumed to need none. The profile does
+    not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
 
     Args:
         stack: the model.
@@ -75,7 +87,8 @@ def analyze(
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
         meter.step()
-    return profile_of(model, costs, count_bytes(model, policies, meter), source="analytic", device=device.name)
+    held = count_bytes(model, policies, meter)
+    return profile_of(model, costs, held, scratch_of_pairs(model, here), source="analytic", device=device.name)
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
@@ -123,9 +136,3 @@ def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]
         found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
     at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
     return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]
-
-
-def scratch_bytes(program: jax.stages.Compiled) -> int:
-    """The scratch memory of a program; 0 if the backend does not report it."""
-    analysis = program.memory_analysis()
-    return 0 if analysis is None else analysis.temp_size_in_bytes

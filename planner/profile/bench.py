@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 import jpipe
-from planner.profile.analyze import PROGRAMS, scratch_bytes
+from planner.profile.analyze import PROGRAMS
 from planner.profile.flops import count_flops
-from planner.profile.model import Model
+from planner.profile.model import Model, scratch_bytes
 
 Tree = Any
 ByProgram = Mapping[str, float]

@@ -13,7 +13,7 @@ import optax
 import jpipe
 from planner.profile.analyze import PROGRAMS
 from planner.profile.bench import Bench, ByProgram, Programs
-from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of
+from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of, scratch_of_pairs
 from planner.profile.profile import Profile
 
 FEWEST = 3  # repetitions, however little time there is
@@ -80,7 +80,7 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return profile_of(model, costs, held, source="measured", device=device.device_kind, dispatch=dispatch)
+    return profile_of(model, costs, held, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch)
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:

@@ -3,14 +3,18 @@
 import dataclasses
 import functools
 import itertools
+import math
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 import jpipe
@@ -200,13 +204,37 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
     return held
 
 
-def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, **fields: Any) -> Profile:
+Scratch = dict[tuple[str, str], dict[int, int]]
+"""Scratch bytes of the backward of distinct pairs of neighbours as a stage, by rows."""
+
+
+def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
+    """Compile the backward of each pair of neighbours, without recomputation: several layers need more scratch memory than each of them.
+
+    Only the smallest and the largest size are compiled; the others are interpolated.
+    """
+    ends = list(dict.fromkeys((model.sizes[0], model.sizes[-1])))
+    names = [*model.pairs.values()]
+    lowered = {(ids, rows): model.stage(ids, rows).trace("backward", device).lower() for ids in names for rows in ends}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
+        found = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
+    return {ids: {rows: math.ceil(np.interp(rows, ends, [found[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
+
+
+def scratch_bytes(program: jax.stages.Compiled) -> int:
+    """The scratch memory of a program; 0 if the backend does not report it."""
+    analysis = program.memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes
+
+
+def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, scratch: Scratch, **fields: Any) -> Profile:
     """The profile.
 
     Args:
         model: the model.
         costs: the costs of each distinct layer at each size.
         held: the result of `count_bytes`.
+        scratch: the result of `scratch_of_pairs`.
         fields: the other fields of `Profile`.
     """
 
@@ -215,6 +243,13 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
             return 0
         alone = held[like,][rows, policy].residuals + held[after,][rows, policy].residuals
         return max(alone - held[like, after][rows, policy].residuals, 0)
+
+    def more(like: str, after: str | None, rows: int) -> int:
+        if after is None:
+            return 0
+        together = scratch[model.pairs[like, after]][rows] - max(costs[like, rows].temporary, costs[after, rows].temporary)
+        # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
+        return min(max(together, 0), model.gradient_bytes(like))
 
     for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
     policies = {like: [policy for rows, policy in held[like,] if rows == model.sizes[0]] for like in model.distinct}
@@ -237,6 +272,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
                 residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
                 shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
                 temporary=costs[like, rows].temporary,
+                temporary_more=more(like, after, rows),
                 flops=costs[like, rows].flops,
             )
             for rows in model.sizes

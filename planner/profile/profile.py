@@ -35,6 +35,8 @@ class AtSize(_Data):
             sum of `residuals` minus the sum of `shared` without its last layer.
         stash: bytes kept from the backward for inputs to that for weights, by recomputation policy.
         temporary: the largest scratch memory of its programs, in bytes.
+        temporary_more: the bytes of scratch memory that a stage needs more than for the larger of both, if the next layer is in it: XLA
+            keeps gradients of several layers until they are added to the sums.
         flops: floating-point operations of a forward; 0: unknown.
     """
 
@@ -46,6 +48,7 @@ class AtSize(_Data):
     backward_weight: Seconds | None = None
     stash: dict[str, Bytes] = {}
     temporary: Bytes = 0
+    temporary_more: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
@@ -225,6 +228,7 @@ class Profile(_Data):
                 stash=at.stash,
                 update=layer.update,
                 temporary=at.temporary,
+                temporary_more=at.temporary_more,
             )
             for layer in self.layers
             for at in (layer.at[n],)

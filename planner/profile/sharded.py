@@ -222,6 +222,7 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "shared": {policy: size // degrees.data for policy, size in at.shared.items()},
             "stash": rows_of(at.stash),
             "temporary": math.ceil(at.temporary * work) + whole,
+            "temporary_more": math.ceil(at.temporary_more * work),
             "flops": at.flops * work,
         }
     )

@@ -215,7 +215,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 residuals=residuals,
                 inputs=inputs,
                 outputs=0 if last else own[-1].outputs,
-                temporary=max(layer.temporary for layer in own) + again,
+                temporary=max(layer.temporary for layer in own) + sum(layer.temporary_more for layer in own[:-1]) + again,
                 labels=problem.labels if last else 0,
                 versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,

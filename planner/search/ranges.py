@@ -34,6 +34,7 @@ class Ranges:
         self._optimizer = _sums([layer.optimizer for layer in layers])
         self._state = _sums([layer.state + layer.frozen for layer in layers])
         self._temporary = _Most([layer.temporary for layer in layers])
+        self._more = _sums([layer.temporary_more for layer in layers])
         self._residuals = {
             policy: (_sums([layer.residuals.get(policy, 0) for layer in layers]), _sums([layer.shared.get(policy, 0) for layer in layers]))
             for policy in {"none", *problem.policies} - {"full"}
@@ -92,7 +93,11 @@ class Ranges:
         problem, inputs = self._problem, self._inputs[i]
         unchanged = self._kept(i, j, "none")
         residuals = inputs if policy == "full" else self._kept(i, j, policy)
-        temporary = self._temporary(i, j) + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
+        temporary = (
+            self._temporary(i, j)
+            + (self._more[np.maximum(j - 1, i)] - self._more[i])
+            + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
+        )
         held = stage_bytes(
             self._weights[j] - self._weights[i],
             self._optimizer[j] - self._optimizer[i],

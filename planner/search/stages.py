@@ -68,6 +68,7 @@ class Layers:
         self.backward = np.array([[one.backward for one in row] for row in at])
         self._outputs = np.array([[one.outputs for one in row] for row in at])
         self._temporary = np.array([[one.temporary for one in row] for row in at])
+        self._more = np.array([[one.temporary_more for one in row] for row in at])
         self._residuals, self._shared = (
             np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
             for name in ("residuals", "shared")
@@ -109,6 +110,7 @@ class Layers:
         made_again = np.maximum(kept[0] - kept, 0)  # 0 where nothing is
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
+        more = np.add.reduceat(self._more[n], first) - self._more[n, np.append(first[1:], 0) - 1]
         again = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
         once = self._summed(first)
         return Stages(
@@ -119,6 +121,6 @@ class Layers:
             outputs=np.append(inputs[1:], 0),
             labels=labels,
             residuals=kept,
-            temporary=np.maximum.reduceat(self._temporary[n], first) + made_again,
+            temporary=np.maximum.reduceat(self._temporary[n], first) + more + made_again,
             **(once | {"update": once["update"] + profile.dispatch}),
         )

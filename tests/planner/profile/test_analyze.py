@@ -217,3 +217,21 @@ def test_a_loss_that_does_not_fit():
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 5)})
     with pytest.raises(InputError, match="loss: it does not take outputs"):
         analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)
+
+
+def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage():
+    wide = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(64, 64, rngs=rngs) for n in range(8)})
+
+    def batch(rows):
+        return (jax.ShapeDtypeStruct((rows, 64), np.float32),) * 2
+
+    def loss(y, labels):
+        return jnp.sum((y - labels) ** 2), jnp.asarray(y.size, jnp.float32)
+
+    found = analyze(wide, batch, loss, optax.adam(1e-3), [4], Device(flops={"float32": 1e9}))
+    plan = jpipe.Plan.even(wide.ids, 2, "gpipe", 2)
+    pipe = jpipe.Pipeline(wide, plan, loss, optax.adam(1e-3))
+    exact = [cost.temporary for cost in pipe.costs(batch(8), compiled_for=jax.devices()[0])]
+    for estimate, true in zip(found.stage_costs(plan, 4), exact, strict=True):
+        assert 0.75 * true < estimate.temporary < 1.25 * true
+        assert max(layer.at[0].temporary for layer in found.layers) < 0.3 * true  # gradients of four layers, not only scratch of one

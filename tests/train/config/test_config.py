@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import jpipe
 from jpipe import InputError, Plan
 from planner.machine.plain_yaml import parse
 from train.assemble.build import make_plan
@@ -290,3 +291,10 @@ def test_the_costs_of_layers_that_are_not_there_are_refused():
         make_plan(config_file.load(GPT_BYTES, ["plan.layer_costs={hed: 1}"]).plan, LAYERS)
     with pytest.raises(InputError, match=r"plan\.layer_costs\.head: expected greater than or equal to 0, found -1"):
         config_file.load(GPT_BYTES, ["plan.layer_costs={head: -1}"])
+
+
+def test_the_schedule_that_is_used_where_none_is_named_flushes():
+    names = (PlanConfig().schedule, jpipe.Plan.even("abcd", 2).schedule, jpipe.Plan.even("abcd", 2, microbatches=8).schedule)
+    assert set(names) == {"pipedream_flush"}
+    assert jpipe.schedules.SCHEDULES[names[0]].flushes
+    assert jpipe.Plan.even("abcd", 2).microbatches == PlanConfig().microbatches

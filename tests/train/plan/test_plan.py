@@ -57,15 +57,28 @@ def planned(capsys, *arguments: str) -> str:
 def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
     head = next(line for line in out.splitlines() if line.startswith("rank"))
-    for column in ("schedule", "stages", "rows", "m", "recompute", "samples/s", "simulated", "bubble", "memory", "sent/sample", "bound by"):
+    for column in (
+        "schedule",
+        "stages",
+        "rows",
+        "m",
+        "recompute",
+        "samples/s",
+        "simulated",
+        "bubble",
+        "peak memory",
+        "sent/sample",
+        "bound by",
+    ):
         assert column in head
     assert re.search(r"^1 .* data parallel", out, re.MULTILINE)  # three equal layers on two devices
-    assert re.search(r"stage 0 × 2: embed … head; recompute none; [\d.]+ kB, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
+    parts = r"peak memory [\d.]+ kB \(held [\d.]+ kB, temporary [\d.]+ kB\)"
+    assert re.search(rf"stage 0 × 2: embed … head; recompute none; {parts}, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
-    held = re.search(r"recompute none; ([\d.]+ kB), estimated", out)[1]
+    held = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
     assert re.search(rf"^1 .* {re.escape(held)} \(", out, re.MULTILINE)  # the table has what XLA says
-    assert "compiled in the first row, estimated in the others" in out
+    assert re.search(r"compiled in the first (row|\d rows), estimated in the others", out)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
     assert plan.replicas == (2,)
@@ -85,7 +98,7 @@ def test_a_plan_on_a_mesh_is_told_compiled_and_written(files, capsys):
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
     assert re.search(r"^rank +schedule +stages +mesh ", out, re.MULTILINE)
     assert re.search(r"^1 .* model 2 ", out, re.MULTILINE)
-    assert re.search(r"stage 0 on 2 devices \(model 2\): embed … head; recompute none; [\d.]+ kB, estimated", out)
+    assert re.search(r"stage 0 on 2 devices \(model 2\): embed … head; recompute none; peak memory [\d.]+ kB ", out)
     stage = jpipe.Plan.from_json(Path("plan.json").read_text()).stages[0]
     assert (dict(stage.mesh), stage.fsdp, stage.replicas) == ({"model": 2}, False, 1)
 
@@ -217,7 +230,7 @@ def test_more_devices_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
 
 def test_clipping_leaves_out_weight_stashing(files, capsys):
     arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
-    out = planned(capsys, *arguments)
+    out = planned(capsys, *arguments, "--schedules=all")
     assert (
         "left out, because of optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale: pipedream: under weight stashing "
         in " ".join(out.split())
@@ -230,7 +243,7 @@ def test_shared_parameters_leave_out_weight_stashing(files, capsys):
     parameter = {"layers": ("embed", "head"), "weights": 10**5, "accumulators": 10**5}
     Path("shared.json").write_text(Profile(**dict(profile()) | {"shared": [parameter]}).to_json())
     arguments = "plan", "--profile=shared.json", "--topology=two.yaml", "--batch=4"
-    out = planned(capsys, *arguments[1:])
+    out = planned(capsys, *arguments[1:], "--schedules=all")
     assert "left out, because of shared parameters: pipedream: under weight stashing the last stage updates " in " ".join(out.split())
     assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
     assert cli.main([*arguments, "--schedules=pipedream"]) == 2
@@ -339,3 +352,18 @@ def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
     with pytest.raises(jpipe.InputError, match=refusal) as refused:
         planning.search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
     assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")
+
+
+def test_a_faster_plan_with_delayed_weights_is_one_line_unless_it_is_asked_for(files, capsys):
+    Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}], "device": {}}))
+    slow = [layer.model_copy(update={"weights": 10**10, "accumulators": 10**10, "optimizer": 0}) for layer in profile().layers]
+    Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())  # too heavy to replicate
+    arguments = "--profile=heavy.json", "--topology=three.yaml", "--batch=4"
+    out = " ".join(planned(capsys, *arguments).split())
+    assert re.search(
+        r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about \d+% faster", out
+    )
+    assert not re.search(r" 1 pipedream(_2bw)? ", out)
+    asked = " ".join(planned(capsys, *arguments, "--schedules=all").split())
+    assert "only schedules that flush" not in asked
+    assert re.search(r" 1 pipedream(_2bw)? ", asked)

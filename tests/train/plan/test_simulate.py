@@ -181,7 +181,9 @@ def test_without_compiling_nothing_is_called_peak_memory(simulated, config):
     assert table(printed)["held"] == table(simulated(config))["held"]
     assert "temporary" not in table(printed)
     assert "peak memory" not in table(printed)
-    assert "\nheld: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, need comp" in printed
+    assert (
+        "\nheld: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, need comp" in printed
+    )
 
 
 def test_a_mesh_that_no_device_here_can_be_compiled_for_leaves_the_temporaries_unknown(simulated, config):

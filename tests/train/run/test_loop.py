@@ -156,11 +156,12 @@ def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
 def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     folder = loop.main(changed(tiny, train={"eval_every": 50})).folder  # room for a window that is measured
     lines = capsys.readouterr().out.splitlines()
-    phases, steps, end = lines[:5], lines[5:10], lines[10:]
+    phases, steps, end = lines[:6], lines[6:11], lines[11:]
     assert [line.split(":")[0] for line in phases] == [
         "reading the data …",
         "reading the data",
         "data",
+        "Each gradient is computed with weights 1 update old (pipedream_2bw).",
         "compiling 2 stages …",
         "compiling 2 stages",
     ]
@@ -179,7 +180,13 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
         "held memory, rank 1",
         "peak memory, rank 1",
     ]
+    assert any(line.startswith("peak memory is held memory and the temporaries of the largest program, as compiled: ") for line in end)
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
+
+
+def test_a_run_that_flushes_says_nothing_about_delays(tiny, capsys):
+    loop.main(changed(tiny, plan={"schedule": "gpipe"}, train={"steps": 1}))
+    assert "update old" not in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_rest(tiny, monkeypatch):
