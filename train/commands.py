@@ -1,6 +1,7 @@
 """The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `translate`,
-`data …`, `configs`."""
+`data …`, `configs`, `completion`."""
 
+import contextlib
 import json
 import logging
 import os
@@ -486,6 +487,20 @@ def configs(
     return 0
 
 
+@app.command
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]) -> int:
+    """Print a script with which a shell completes these commands and their options; docs/configuration.md says where to put it.
+
+    Args:
+        shell: bash, zsh or fish.
+    """
+    with contextlib.suppress(SystemExit):  # how the library ends when it has printed it
+        app.cli(prog="jpipe", args=["--tyro-print-completion", shell])
+    if shell == "bash":
+        print("complete -o default -F _tyro_jpipe jpipe  # names of files, too")
+    return 0
+
+
 GROUPS: Mapping[str, tyro.extras.SubcommandApp] = {"data": data}
 """The commands that have commands of their own."""
 
@@ -500,6 +515,8 @@ def unknown(arguments: Sequence[str]) -> str | None:
     group, words = None, list(arguments)
     if words and words[0] in GROUPS:
         group = words.pop(0)
+    if words and words[0].replace("_", "-").startswith("--tyro-"):  # of the library, which answers mistakes by tracebacks
+        return f"unknown option {words[0]}; jpipe completion SHELL prints a script for a shell"
     if not words or words[0].startswith("-") or words[0] in names(group):
         return None
     from jpipe.errors import nearest, short
@@ -512,10 +529,7 @@ def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code."""
     if wrong := unknown(sys.argv[1:] if arguments is None else arguments):
         return fail(printable(wrong), 2)
-    about = (
-        "Pipeline-parallel training for JAX and Flax. The version: jpipe --version. For completion of these commands and their options in "
-        "a shell: jpipe --tyro-print-completion bash, or zsh (docs/configuration.md says where to put it)."
-    )
+    about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
     logging.getLogger("jpipe").addHandler(LINES)  # once, however often this is called
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code
