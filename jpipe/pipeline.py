@@ -302,8 +302,10 @@ class Pipeline:
             return current, carried
         data = executor.read(current, batch)
         try:
-            kept = consume(self._results, state, current, carried, lambda *given: executor.step(given[0], data, bucket, given[1]), observe)
-            result, kept.result = kept.result, None  # from here to the caller's assignment Python lets no signal in
+            kept, result = consume(
+                self._results, state, current, carried, lambda before, observer: executor.step(before, data, bucket, observer), observe
+            )
+            kept.result = None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
             self._results.note_batch(state, batch, rows)
@@ -342,8 +344,8 @@ class Pipeline:
             after, metrics = executor.drain(current, observe)
             return executor.average(after), metrics
 
-        kept = consume(self._results, state, current, carried, drained, observe)
-        result, kept.result = kept.result, None  # as in `step`
+        kept, result = consume(self._results, state, current, carried, drained, observe)
+        kept.result = None  # as in `step`
         return result if with_metrics else result[0]
 
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
