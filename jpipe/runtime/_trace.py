@@ -21,7 +21,7 @@ from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, SumSq
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
-from jpipe.schedules import SCHEDULES, Op
+from jpipe.schedules import SCHEDULES
 from jpipe.schedules._schedule import PARTS
 
 
