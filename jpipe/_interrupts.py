@@ -65,8 +65,8 @@ def held_signals() -> Iterator[None]:
         finally:
             restore(signal.SIGINT)
     finally:
-        for number, frame in received.items():
-            handlers[signal.Signals(number)](number, frame)
+        for late, frame in received.items():
+            handlers[signal.Signals(late)](late, frame)
 
 
 class FailedLater:
@@ -182,7 +182,9 @@ def _digest(batch: Tree, rows: int) -> bytes:
 _Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
 
 
-def consume(results: Results, given: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None) -> Kept:
+def consume(
+    results: Results, given: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None
+) -> tuple[Kept, tuple[State, Metrics]]:
     """Run a call that consumes a state, to its end whatever happens meanwhile, and keep the result.
 
     Args:
@@ -192,6 +194,9 @@ def consume(results: Results, given: State, current: State, carried: Metrics, ca
         carried: the metrics of that call.
         call: consumes the state, calls the observer and gives the next state and metrics.
         observe: the caller's observer.
+
+    Returns:
+        The record of the result, and the result. The caller sets `Kept.result` to None when it returns the result.
 
     Raises:
         BaseException: a signal that came meanwhile, or what the observer raised, when the result is kept; or what the call raised.
@@ -204,7 +209,8 @@ def consume(results: Results, given: State, current: State, carried: Metrics, ca
             if is_consumed(current):
                 results.lose(given, error)
             raise
-        kept = results.keep(given, (state, merged(carried, metrics)))
+        result = state, merged(carried, metrics)
+        kept = results.keep(given, result)
         if observer is not None and observer.error is not None:
             raise observer.error
-    return kept
+    return kept, result

@@ -332,10 +332,10 @@ class Pipeline:
                 if self._results.is_of(state, batch, rows):
                     return current, carried
                 read = executor.read(current, batch)
-                kept = consume(
-                    self._results, state, current, carried, lambda *given: executor.step(given[0], read, bucket, given[1]), observe
+                kept, result = consume(
+                    self._results, state, current, carried, lambda before, observer: executor.step(before, read, bucket, observer), observe
                 )
-            result, kept.result = kept.result, None  # from here to the caller's assignment Python lets no signal in
+            kept.result = None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
             if rows:
@@ -376,8 +376,8 @@ class Pipeline:
                 after, metrics = executor.drain(current, observe)
                 return executor.average(after), metrics
 
-            kept = consume(self._results, state, current, carried, drained, observe)
-        result, kept.result = kept.result, None  # as in `step`
+            kept, result = consume(self._results, state, current, carried, drained, observe)
+        kept.result = None  # as in `step`
         return result if with_metrics else result[0]
 
     @own_context()
@@ -389,9 +389,8 @@ class Pipeline:
 
         The version is the newest that all replicas of all stages hold. Where there is none, as under weight stashing without replicas
         while microbatches are in flight, a copy of the state is drained, which costs that memory for the time of the call; no schedule
-        holds a common average of the weights then. Layer state (batch statistics) is what each
-        stage holds, ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has
-        `sync_state` false.
+        holds a common average of the weights then. Layer state (batch statistics) is what each stage holds, ahead of that version by the
+        microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
 
         Args:
             state: any state that is not consumed.

@@ -101,9 +101,9 @@ def run(
     if is_on():
         stages = checked(plan, stages)
     workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
-    crowded = crowded_meshes(worker.compiled.place for worker in workers.values())
-    for worker in workers.values():
-        worker.takes_turns = worker.compiled.place in crowded
+    crowded = crowded_meshes(own.compiled.place for own in workers.values())
+    for own in workers.values():
+        own.takes_turns = own.compiled.place in crowded
     try:
         for instruction in program.instructions:
             worker = workers.get(instruction.worker)

@@ -21,7 +21,7 @@ from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, SumSq
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
-from jpipe.schedules import SCHEDULES, Op
+from jpipe.schedules import SCHEDULES
 from jpipe.schedules._schedule import PARTS
 
 
@@ -303,7 +303,7 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
-    match PARTS.get(op, "")[:1]:  # type: ignore[call-overload]  # "U" is no op
+    match PARTS.get(op, "")[:1]:  # "U" is no op
         case "F":
             return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
         case "I":
@@ -319,7 +319,7 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_with("W")]
 
 
-def _ops_with(part: str) -> list[Op]:
+def _ops_with(part: str) -> list[str]:
     return [op for op, does in PARTS.items() if part in does]
 
 

@@ -11,7 +11,7 @@ Op = Literal["F", "B", "FB", "I", "W", "FI"]
 """What is computed: a forward (F), a backward (B), or its halves, the backward for inputs (I) and that for weights (W); FB and FI are two
 of them as one program."""
 
-PARTS: Mapping[Op, str] = MappingProxyType({"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"})
+PARTS: Mapping[str, str] = MappingProxyType({"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"})
 """What each op does of a forward (F), the backward for inputs (I) and that for weights (W): everything else about ops follows from this.
 
 An op with F takes the stage input; one with I gives the input gradient; one with W adds to the gradients of the batch, and with it the

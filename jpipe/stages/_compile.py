@@ -59,7 +59,7 @@ CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
 _CHOOSING = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
 """The calls that give arrays for a later call, which XLA shards as it likes: by name what they give, in the order in which they choose."""
 
-_COMPUTATIONS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in COMPUTATIONS.values()}
+_COMPUTATIONS: dict[type, str] = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in COMPUTATIONS.values()}
 """The call of each computation: `forward`, `backward`, …"""
 
 
