@@ -32,6 +32,8 @@ Tree = Any
 Weights = Literal["newest", "ema"]
 To = Literal["all", "first"]
 
+_FILLS = 8  # how many times a prediction fills the pipeline before it takes the outputs from the devices
+
 
 class Executor:
     """Compiles what the workers of this process run, and their transfers to other processes; then runs steps from state to state.
@@ -169,7 +171,9 @@ class Executor:
 
     def evaluate(self, state: State, batch: Batch, count: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
         """Forward `count` microbatches of a bucket; see `Pipeline.evaluate`."""
-        found, version = self._forward(state, _on_host(batch), count, bucket, self._evaluating(bucket, metrics), weights)
+        state, version = self.settle(state, weights)
+        stages = self._evaluating(bucket, metrics)
+        found = self._forward(self.average(state), version, _on_host(batch), range(count), bucket, stages, weights)
         return self._exchange.evaluation(found, version, list(metrics))
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
@@ -185,8 +189,14 @@ class Executor:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
         padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
-        found, _ = self._forward(state, {"inputs": padded}, count, bucket, self._predicting[bucket], weights)
-        parts = {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
+        state, version = self.settle(state, weights)
+        state = self.average(state)
+        parts: dict[int, Tree] = {}
+        at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
+        for first in range(0, count, at_once):
+            numbers = range(first, min(first + at_once, count))
+            found = self._forward(state, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket], weights)
+            parts |= {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
             self._predictions += 1
@@ -197,12 +207,17 @@ class Executor:
         return jax.tree.map(lambda spec, *leaves: joined_rows(spec, leaves, size), outputs, *(parts[k] for k in range(count)))
 
     def _forward(
-        self, state: State, data: dict[str, Tree], count: int, bucket: int, stages: Mapping[int, CompiledStage], weights: Weights
-    ) -> tuple[Found, int]:
-        """Forward `count` microbatches of a bucket through these stages: (what was found, version of the weights, in batches)."""
-        state, version = self.settle(state, weights)
-        state = self.average(state)
-        program = lower_evaluation(self._plan, count, version, labels="labels" in data)
+        self,
+        state: State,
+        version: int,
+        data: dict[str, Tree],
+        numbers: range,
+        bucket: int,
+        stages: Mapping[int, CompiledStage],
+        weights: Weights,
+    ) -> Found:
+        """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
+        program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data)
         held = self._weights(state, version, weights)
         workers = {
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
@@ -211,7 +226,7 @@ class Executor:
         loads = read_data(program, workers, data, rows_of(self.specs[0]))
         by_bucket = {w: [*those[:bucket], stages[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
         _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads)
-        return found, version
+        return found
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
         """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""
