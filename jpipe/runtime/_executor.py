@@ -18,12 +18,11 @@ from jpipe.programs._steps import Steps
 from jpipe.runtime._interpreter import Found, Observer, read_data, run
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._outputs import Padded, check_outputs, joined_rows, share_rows
 from jpipe.runtime._state import State, WorkerState, fingerprint
-from jpipe.runtime._transport import Sent, Transport, to_host
+from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, rows_of, told
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, joined_rows, rows_of, told
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics, with_outputs
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics, floats_of, with_floats
 from jpipe.stages._shares import shares_of
