@@ -99,21 +99,22 @@ def batches_until_full(plan: Plan) -> int:
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
 
 
-def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, labels: bool = True) -> Program:
+def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True) -> Program:
     """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
 
     Args:
         plan: the plan.
         microbatches: how many.
         batch: number of batches.
+        first: the number of the first microbatch.
         labels: whether the last stage loads labels.
     """
     instructions: list[Instruction] = []
     versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
         for s in range(plan.depth):
-            k = diagonal - s
-            if 0 <= k < microbatches:
+            k = first + diagonal - s
+            if first <= k < first + microbatches:
                 instructions += _loads(plan, s, k, plan.depth - 1 if labels else None)
                 instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:

@@ -19,12 +19,11 @@ from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._outputs import Padded, check_outputs, joined_rows, share_rows
 from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
-from jpipe.runtime._transport import Sent, Transport, to_host
+from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, rows_of, told
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, joined_rows, rows_of, told
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics, with_outputs
 from jpipe.stages._functions import Loss, StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of
@@ -32,6 +31,8 @@ from jpipe.stages._shares import shares_of
 Tree = Any
 Weights = Literal["newest", "ema"]
 To = Literal["all", "first"]
+
+_FILLS = 8  # how many times a prediction fills the pipeline before it takes the outputs from the devices
 
 
 class Executor:
@@ -196,7 +197,9 @@ class Executor:
         host = _on_host(batch)
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
-        found, version = self._forward(state, host, count, bucket, self._evaluating(bucket, metrics), weights)
+        state, version = self.settle(state, weights)
+        stages = self._evaluating(bucket, metrics)
+        found = self._forward(self.average(state), version, host, range(count), bucket, stages, weights)
         return self._exchange.evaluation(found, version, list(metrics))
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
@@ -212,8 +215,14 @@ class Executor:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
         padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
-        found, _ = self._forward(state, {"inputs": padded}, count, bucket, self._predicting[bucket], weights)
-        parts = {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
+        state, version = self.settle(state, weights)
+        state = self.average(state)
+        parts: dict[int, Tree] = {}
+        at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
+        for first in range(0, count, at_once):
+            numbers = range(first, min(first + at_once, count))
+            found = self._forward(state, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket], weights)
+            parts |= {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
             self._predictions += 1
@@ -224,12 +233,17 @@ class Executor:
         return jax.tree.map(lambda spec, *leaves: joined_rows(spec, leaves, size), outputs, *(parts[k] for k in range(count)))
 
     def _forward(
-        self, state: State, data: dict[str, Tree], count: int, bucket: int, stages: Mapping[int, CompiledStage], weights: Weights
-    ) -> tuple[Found, int]:
-        """Forward `count` microbatches of a bucket through these stages: (what was found, version of the weights, in batches)."""
-        state, version = self.settle(state, weights)
-        state = self.average(state)
-        program = lower_evaluation(self._plan, count, version, labels="labels" in data)
+        self,
+        state: State,
+        version: int,
+        data: dict[str, Tree],
+        numbers: range,
+        bucket: int,
+        stages: Mapping[int, CompiledStage],
+        weights: Weights,
+    ) -> Found:
+        """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
+        program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data)
         held = self._weights(state, version, weights)
         workers = {
             w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
@@ -238,7 +252,7 @@ class Executor:
         loads = read_data(program, workers, data, rows_of(self.specs[0]))
         by_bucket = {w: [*those[:bucket], stages[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
         _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads)
-        return found, version
+        return found
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
         """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""

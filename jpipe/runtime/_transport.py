@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -375,3 +376,33 @@ def to_host(batch: Tree) -> Tree:
         if not hasattr(leaf, "__getitem__"):
             raise InputError(f"batch: expected arrays whose rows can be read, found {type(leaf).__name__}; give arrays")
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)
+
+
+def share_rows(
+    processes: Processes, name: str, parts: Mapping[int, Tree], sources: Sequence[int], outputs: Tree, *, keep: bool
+) -> dict[int, Tree]:
+    """Send the outputs of each microbatch to all processes, bit for bit; all of them call it.
+
+    Args:
+        processes: of the run.
+        name: of the call, the same in all processes.
+        parts: of this process, by microbatch.
+        sources: for each microbatch the process that has it.
+        outputs: the specs of each part.
+        keep: whether this process wants them.
+
+    Returns:
+        All parts, or nothing.
+    """
+    processes.barrier(name)  # all have computed: no process waits in a collective for another's computation
+    blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)
+    found = {}
+    for k, source in enumerate(sources):
+        own = parts.get(k, blank)
+        with processes.waiting("the outputs of a prediction", source):
+            # As bytes: a sum of numbers would make 0 of -0.
+            sent = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), own)
+            received = multihost_utils.broadcast_one_to_all(sent, is_source=source == processes.index)
+        if keep:
+            found[k] = jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype).reshape(like.shape), received, blank)
+    return found

@@ -1,4 +1,4 @@
-"""The shapes of the microbatches of a batch (inputs, labels), and the few shapes that the batches of a run may have."""
+"""The shapes of the microbatches of a batch (inputs, labels), the few shapes that the batches of a run may have, and rows of any number."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -137,3 +137,44 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
 def told(specs: Sequence[Batch]) -> str:
     """The shapes, for messages."""
     return " or ".join(map(describe, specs))
+
+
+class Padded:
+    """An array of rows that is followed by copies of its last row: values that are real, whatever a layer checks.
+
+    Args:
+        leaf: an array, or anything with a shape, a dtype and slices of rows.
+        size: the number of rows with the copies.
+    """
+
+    def __init__(self, leaf: Any, size: int) -> None:
+        self._leaf, self.shape, self.dtype = leaf, (size, *leaf.shape[1:]), leaf.dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        found = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
+        return np.concatenate([found, np.repeat(found[-1:], rows.stop - rows.start - len(found), axis=0)])
+
+
+def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
+    """Refuse outputs that cannot be joined.
+
+    Args:
+        outputs: their specs, for a microbatch.
+        rows: of a microbatch.
+        layer_id: of the last layer.
+
+    Raises:
+        InputError: an array has not one row for each row of the inputs.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
+        if leaf.shape[:1] != (rows,):
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise InputError(
+                f"predict: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
+                f"microbatch, found {describe(leaf)}{where}; give each row its own output there, or leave that output out of the layer"
+            )
+
+
+def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Return the first `size` rows of the parts of an array, one after the other; the spec is that of a part."""
+    return np.concatenate([*parts, np.empty((0, *spec.shape[1:]), spec.dtype)])[:size]

@@ -1,4 +1,7 @@
-"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand."""
+"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand.
+
+Weights and most inputs are made up, so host callbacks that no result needs are left out.
+"""
 
 import os
 import statistics
@@ -39,8 +42,7 @@ def measure(
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
     slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
-    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs. Weights and most
-    inputs are made up, so host callbacks that no result needs are left out.
+    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
 
     Args:
         stack: the model.
