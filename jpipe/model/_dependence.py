@@ -29,7 +29,19 @@ def is_literal(var: Any) -> bool:
 
 
 _ZERO_OF_ZERO = {
-    *("abs", "broadcast_in_dim", "convert_element_type", "copy", "cumsum", "dynamic_slice", "expand_dims", "floor", "gather", "imag", "neg"),
+    *(
+        "abs",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "cumsum",
+        "dynamic_slice",
+        "expand_dims",
+        "floor",
+        "gather",
+        "imag",
+        "neg",
+    ),
     *("real", "reduce_precision", "reduce_sum", "reshape", "rev", "ceil", "round", "sharding_constraint", "sign", "sin", "slice", "sqrt"),
     *("square", "squeeze", "stop_gradient", "tanh", "transpose", "div"),
 }

@@ -180,7 +180,9 @@ class StageFunctions:
         return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
 
     def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
-        """The VJP of a forward from its residuals."""
+        """The VJP of a forward from its residuals; None where no gradient is computed."""
+        if not self.output_gradient:
+            return None
         blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.specs.arguments)
         leaves, treedef = jax.tree.flatten(blank)
         for position, leaf in zip(self.residuals.arguments, kept[0], strict=True):
