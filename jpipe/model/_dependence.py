@@ -96,7 +96,8 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
         consts: the values of its constants.
         zeros: for each input whether it is always zero.
     """
-    return [value == 0 for value in _known(jaxpr, consts, [0.0 if zero else None for zero in zeros])]
+    with np.errstate(all="ignore"):
+        return [value == 0 for value in _known(jaxpr, consts, [0.0 if zero else None for zero in zeros])]
 
 
 def _known(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[_Known]:

@@ -279,7 +279,7 @@ class _Worker:
         params = held.versions[version]
         arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
         (gradient, held.accumulators, changed), self.done = self.of(k).calls["forward_backward"](*arguments)
-        held.layer_state = self.functions.changed.joined(changed, held.layer_state)
+        held.layer_state = self.of(k).functions.changed.joined(changed, held.layer_state)
         self.keep_gradient(k, gradient)
         self.after_backward(k)
 

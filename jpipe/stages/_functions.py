@@ -125,7 +125,7 @@ class StageFunctions:
         self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """(gradient message for the stage before, accumulators with this microbatch added)."""
-        return self._pull_back(self.residuals.vjp(params, rng, kept, saved), message, accumulators, scale)
+        return self._pull_back(self._restored_vjp(params, kept, saved, rng), message, accumulators, scale)
 
     def backward_input(
         self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -182,6 +182,10 @@ class StageFunctions:
         kept = self.residuals.keep(arguments, (y, new_state))
         others = 0  # in the place of an array that is not read; a None would not be a leaf
         return self.rest(kept, tuple(saved.get(i, others) for i in range(self.residuals.count)), y), stash
+
+    def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
+        """The VJP of a forward from its residuals; None where no gradient is computed."""
+        return self.residuals.vjp(params, rng, kept, saved) if self.output_gradient else None
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -534,7 +538,7 @@ class StageFunctions:
 
         def backward(*leaves: Any) -> list[Any]:
             params, kept, saved, message, rng, scale = jax.tree.unflatten(treedef, leaves)
-            gradients, x_gradient = self._cotangents(self.residuals.vjp(params, rng, kept, saved), message, scale)
+            gradients, x_gradient = self._cotangents(self._restored_vjp(params, kept, saved, rng), message, scale)
             return [*x_gradient, *jax.tree.leaves(gradients)]
 
         inputs = len(floats_of(self.specs.x)) if self.input_gradient else 0
