@@ -77,7 +77,7 @@ def built_module(layer: Any) -> str | None:
 _OF_JAX = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
 
 
-def _floats(traced: Any, kinds: tuple[type, ...] = _OF_JAX) -> list[Any]:
+def _floats(traced: Any, kinds: Any = _OF_JAX) -> list[Any]:
     """The floating-point arrays of these types among the constants of a closed jaxpr, each once."""
     constants = {id(c): c for c in _constants(traced) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
     return list(constants.values())
