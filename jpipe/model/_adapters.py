@@ -147,7 +147,7 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
         # Statistics of float64 inputs begin as float32 and become float64 in the first forward: they begin so.
         after = jax.eval_shape(lambda: apply(params, state, x, keys["dropout"], True)[1])
         for collection in after:
-            if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):
+            if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):  # type: ignore[operator]
                 raise InputError(
                     f"layer '{layer_id}': its forward stores something new in the collection '{collection}', as sow does, and a pipeline "
                     "has no place to collect it; return it as a part of the output, or leave out the sow"

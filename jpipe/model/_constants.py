@@ -21,7 +21,7 @@ _MOST_OBJECTS = 10_000  # that are searched for the name of an array
 def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
     """Refuse a layer whose forward reads floating-point arrays from outside, which are parameters that would not be trained.
 
-    NumPy arrays, integers, arrays that the forward makes itself, and arrays of a few numbers are constants.
+    Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays that are in no module are constants.
 
     Args:
         layer_id: for the message.
@@ -32,14 +32,16 @@ def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
     Raises:
         InputError: names the array and says what to do.
     """
-    found = _floats(traced)
-    if not found:
+    found, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
+    if not found and not of_numpy:
         return
-    again = {id(constant) for constant in _floats(trace())}  # what a forward makes while it is traced is another array now
-    names = _names(layer, found)
-    for constant in found:
+    # What a forward makes while it is traced is another array when it is traced again.
+    again = {id(constant) for constant in _floats(trace())} if found else set()
+    names = _names(layer, found, of_numpy)
+    for constant in (*found, *of_numpy):
         place = names.get(id(constant))
-        if id(constant) not in again or (constant.size <= _FEW and (place is None or place[1] is None)):
+        is_of_module = place is not None and place[1] is not None
+        if not is_of_module and (id(constant) not in again or constant.size <= _FEW):
             continue
         name, module = (None, None) if place is None else place
         shown = f"{describe(constant)}{f', {name}' if name else ''}{f' of a {type(module).__name__}' if module is not None else ''}"
@@ -72,9 +74,11 @@ def built_module(layer: Any) -> str | None:
     return None
 
 
-def _floats(traced: Any) -> list[Any]:
-    """The floating-point arrays of JAX among the constants of a closed jaxpr, each once. Those made of NumPy's have another type."""
-    kinds = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
+_OF_JAX = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
+
+
+def _floats(traced: Any, kinds: Any = _OF_JAX) -> list[Any]:
+    """The floating-point arrays of these types among the constants of a closed jaxpr, each once."""
     constants = {id(c): c for c in _constants(traced) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
     return list(constants.values())
 
@@ -89,8 +93,11 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
                     yield from _constants(inner)
 
 
-def _names(layer: Any, arrays: list[Any]) -> dict[int, tuple[str, Any]]:
-    """(name, the module that has it or None) by id of those of the arrays that the layer holds."""
+def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:
+    """(name, the module that has it or None) by id of those of the arrays that the layer holds; of NumPy's only those in modules.
+
+    A constant of NumPy's is another object than the array that it was made of, so those are found by their values.
+    """
     wanted = {id(array) for array in arrays}
     found: dict[int, tuple[str, Any]] = {}
     for name, value in _reachable(layer):
@@ -98,9 +105,15 @@ def _names(layer: Any, arrays: list[Any]) -> dict[int, tuple[str, Any]]:
             found.setdefault(id(value), (name, None))
         elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value):
             for path, array in _arrays(value):
+                if isinstance(array, np.ndarray):
+                    found |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
                 if id(array) in wanted and found.get(id(array), ("", None))[1] is None:
                     found[id(array)] = (_joined(name, path), value)
     return found
+
+
+def _equal(constant: Any, array: Any) -> bool:
+    return constant.shape == array.shape and np.array_equal(constant, array.astype(constant.dtype))
 
 
 def _arrays(module: Any) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ Found by tracing with a number of rows that no other dim is a multiple of, so th
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,13 +40,22 @@ def tell_of_rows(
     """
     if microbatches == 1 or jax.process_index() > 0:
         return
-    ids, loss_too = rows_together(stack, layers, labels, loss)
+    known = _KNOWN.setdefault(stack, {})
+    leaves, treedef = jax.tree.flatten((layers[stack.ids[0]].x, labels))
+    asked = loss, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    if asked not in known:
+        known[asked] = rows_together(stack, layers, labels, loss)
+    ids, loss_too = known[asked]
     sees = f"the {rows} rows of a microbatch, not the {rows * microbatches} of a batch"
     if ids:
         names = f"layer{'s' if len(ids) > 1 else ''} {shortened([repr(layer_id) for layer_id in ids])}"
         _warn_once(f"{names}: the rows of a microbatch are computed together, as in batch normalization: such a layer sees {sees}")
     if loss_too:
         _warn_once(f"loss: it is more than a sum over rows, as a loss over pairs of rows is: it sees {sees}")
+
+
+_KNOWN: weakref.WeakKeyDictionary[LayerStack, dict[Any, tuple[list[str], bool]]] = weakref.WeakKeyDictionary()
+"""Of each model what was found, by loss and shapes."""
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.plan import Plan, Stage
@@ -182,8 +182,8 @@ class Link:
             raise InputError(f"Link: latency: expected seconds, 0 or more, found {short(self.latency)}")
 
 
-def _is_amount(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(value >= 0)
+def _is_amount(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and bool(value >= 0)  # type: ignore[operator]
 
 
 def check_costs(costs: Sequence[StageCost]) -> None:

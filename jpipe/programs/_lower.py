@@ -65,7 +65,7 @@ def lower(
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
-    if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (batches, begin, start)):
+    if not all(not isinstance(number, bool) and isinstance(number, Integral) for number in (batches, begin, start)):
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")

@@ -20,7 +20,7 @@ _RNG = {"forward": 4, "forward_backward": 5, "forward_backward_input": 4, "evalu
 
 def is_on() -> bool:
     """Whether JAX is set to look for NaN or infinity."""
-    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+    return bool(_wanted())
 
 
 def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
@@ -101,7 +101,8 @@ Wanted = Mapping[str, Callable[[Any], Any]]
 
 
 def _wanted() -> Wanted:
-    known = {"NaN": (jax.config.jax_debug_nans, jnp.isnan), "infinity": (jax.config.jax_debug_infs, jnp.isinf)}
+    config: Any = jax.config
+    known = {"NaN": (config.jax_debug_nans, jnp.isnan), "infinity": (config.jax_debug_infs, jnp.isinf)}
     return {name: test for name, (is_asked, test) in known.items() if is_asked}
 
 

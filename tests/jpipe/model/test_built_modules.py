@@ -67,6 +67,13 @@ def closing_over(module):
     return lambda x: module(x)
 
 
+def of_numpy():
+    module = nnx.clone(built())
+    nnx.update(module, jax.tree.map(np.array, nnx.state(module)))
+    assert type(module.kernel.get_value()) is np.ndarray
+    return module
+
+
 def scale():
     scale = nnx.Param(jnp.ones(()))
     return lambda x: x * scale[...]
@@ -84,6 +91,7 @@ WAYS = {
     "jax.jit": (lambda: jax.jit(closing_over(built())), "kernel of a Linear"),
     "nnx.jit": (lambda: nnx.jit(closing_over(built())), "kernel of a Linear"),
     "jax.checkpoint": (lambda: jax.checkpoint(closing_over(built())), "kernel of a Linear"),
+    "with arrays of NumPy": (lambda: closing_over(of_numpy()), "module.kernel of a Linear"),
     "one number": (scale, "scale of a Param"),
     "another library's": (own, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
     "another library's in a closure": (lambda: closing_over(own()), r"float32\[3, 3\], module.weight"),
