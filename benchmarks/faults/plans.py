@@ -62,7 +62,10 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
         resumed = find(config, "must", together, reporter.say)
         assert resumed is not None
         pipe, batches = loop.ready(config, reporter)
-        state = starting.begin(config, pipe, batches, together, resumed)
+        layers, damaged = starting.read_checkpoint(config, pipe, batches, together, resumed)
+        if layers is None:
+            return damaged
+        state = starting.begin(config, pipe, batches, resumed, layers)
         saved = checkpoint_files.read_layers(folder / "run", STEPS)
         if wrong := difference(_newest(state), {layer_id: _leaves(saved[layer_id]) for layer_id in pipe.stack.ids}, "restored"):
             return wrong

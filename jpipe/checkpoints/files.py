@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from jpipe import InputError
 from jpipe.checkpoints.orbax_item import Tree, item_specs, read_item, write_item
 from jpipe.checkpoints.records import MARKER, ROWS, Damaged, Item, describe, marker_text, read_items, read_marker, read_rows, verify_item
@@ -343,9 +345,13 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     whole = steps(folder)
     if not whole or not is_all_there(folder, whole[-1]):
         return
-    damaged = {step for step in whole[:-1] if not is_all_there(folder, step)}
-    whole = [step for step in whole if step not in damaged]
-    kept = {*whole[-keep:], *damaged}
+    kept: set[int] = set()
+    good = 0
+    for step in reversed(whole):
+        if good == keep:
+            break
+        kept.add(step)
+        good += is_all_there(folder, step)
     if keep_every is not None:
         kept |= {step for step in whole if step % keep_every == 0}
     if keep_hours is not None:
@@ -356,7 +362,9 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
                 kept.add(step)
                 last = written
     for step in _numbers(folder):
-        if step < whole[-1] and step not in kept and not _not_ours(_place(folder, step)):
+        if step >= whole[-1] or step in kept or _not_ours(_place(folder, step)):
+            continue
+        if step not in whole or is_all_there(folder, step):
             _remove(_place(folder, step))
 
 
@@ -371,6 +379,8 @@ def _digest_of_item(place: Path, name: str) -> str:
         verify_item((place / name).with_suffix(""), Item.model_validate_json(content), contents=False)
     except Damaged as damaged:
         raise OSError(errno.EIO, f"{damaged.path} {damaged.found}", str(damaged.path)) from None
+    except pydantic.ValidationError:
+        raise OSError(errno.EIO, "is not what was written", str(place / name)) from None
     return hashlib.sha256(content).hexdigest()
 
 

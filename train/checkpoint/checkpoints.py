@@ -167,6 +167,7 @@ class Checkpoints:
         self._check_folder()
         try:
             self._save(snapshot, facts)
+            self._check_folder()  # whoever writes a file makes the folders above it again
         except jpipe.InputError as error:
             reported = reported_by_system(error)
             if reported is None:
@@ -186,7 +187,7 @@ class Checkpoints:
             raise _NotRemoved(error.errno, error.strerror) from error
 
     def _check_folder(self) -> None:
-        """Check that the run folder is still where it was; otherwise a new one would be made there.
+        """Check that the run folder is still where it was.
 
         Raises:
             FolderChanged: it is not.
@@ -197,4 +198,4 @@ class Checkpoints:
         except (FileNotFoundError, NotADirectoryError):
             raise FolderChanged(f"'{shown(self._folder)}' was moved or removed") from None
         if not same:
-            raise FolderChanged(f"'{shown(self._folder)}' was replaced by another folder")
+            raise FolderChanged(f"'{shown(self._folder)}' was moved or replaced by another folder")

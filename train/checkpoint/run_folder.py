@@ -140,6 +140,9 @@ class RunFolder:
         if not os.path.samestat(there, opened):
             raise FolderChanged(f"'{shown(file)}' was replaced by another file")
         if there.st_size != self._size:
+            os.fsync(self._metrics.fileno())  # a file system of a network may tell an old size
+            there = os.lstat(file)
+        if there.st_size != self._size:
             raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {there.st_size:,},")
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
