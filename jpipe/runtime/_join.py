@@ -42,6 +42,7 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
         atexit.register(_joined[0].end)  # registered after JAX's own exit, and so called before it
     return _joined[0] if _joined and _joined[0].count > 1 else None
 
+
 Tree = Any
 
 _EVERY = 8  # batches that one message is for
@@ -99,8 +100,8 @@ def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[s
     found = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
-            most = max(_MOST_BYTES // array[0].nbytes, 1)
-            found[name] = zlib.crc32(array[::rows_each][:most].ravel().view(np.uint8)[:_MOST_BYTES], found.get(name, 0))
+            rows = array[::rows_each][: max(_MOST_BYTES // array[0].nbytes, 1)]
+            found[name] = zlib.crc32(rows.ravel().view(np.uint8)[:_MOST_BYTES].tobytes(), found.get(name, 0))
     return found
 
 

@@ -438,7 +438,9 @@ def test_processes_that_state_other_facts_than_most_are_named():
 
     same = {"shape": "[2]", "checksum": "a"}
     assert compare("batch 0", same, same, same, same) is None
-    assert compare("batch 8", {**same, "checksum": ""}, same, {"shape": "[2]"}, same) is None, "what one does not know it cannot pass wrongly"
+    assert compare("batch 8", {**same, "checksum": ""}, same, {"shape": "[2]"}, same) is None, (
+        "what one does not know it cannot pass wrongly"
+    )
     found = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
     assert found == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
     found = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
@@ -455,5 +457,6 @@ def test_a_process_that_finishes_before_the_others_is_named():
     desk = Coordinator(3)
     assert desk.answer(2, {"meet": "the end", "facts": {}}) is None
     assert desk.answer(0, {"meet": "agreement", "facts": {}}) == {
-        "refused": "process 2 has finished, and 'agreement' of process 0 waits for it; call the same methods of the pipeline in all processes"
+        "refused": "process 2 has finished, and 'agreement' of process 0 waits for it; "
+        "call the same methods of the pipeline in all processes"
     }

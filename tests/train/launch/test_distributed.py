@@ -148,7 +148,10 @@ def test_the_environment_says_who_a_process_is(monkeypatch):
         (SLURM | {"SLURM_PROCID": "?"}, "JAX detects a cluster, but cannot read this process from its settings: invalid literal for int()"),
         (SLURM | {"SLURM_PROCID": "4"}, "JAX_PROCESS_ID: expected a number from 0 to 3, for 4 processes, found 4"),
         *(
-            ({count: "4", number: "0"}, f"{count} and {number}: {launcher} has started 4 processes, and nothing says where process 0 listens")
+            (
+                {count: "4", number: "0"},
+                f"{count} and {number}: {launcher} has started 4 processes, and nothing says where process 0 listens",
+            )
             for launcher, (count, number) in distributed._LAUNCHERS.items()
         ),
         ({"JAX_COORDINATOR_ADDRESS": "x", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
