@@ -14,9 +14,9 @@ QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
 NONE_IS_FINE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # where only some of the tests are asked for
 
 define on_oldest
-if [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
-elif [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
+if [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
 	echo "Python 3.11 is that of .venv already: the tests on the oldest Python and JAX are skipped."; \
+elif [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
 else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m oldest $(PYTEST_ARGS); fi
 endef
 

@@ -100,8 +100,8 @@ def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[s
     found = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
-            most = max(_MOST_BYTES // array[0].nbytes, 1)
-            found[name] = zlib.crc32(array[::rows_each][:most].ravel().view(np.uint8)[:_MOST_BYTES], found.get(name, 0))
+            rows = array[::rows_each][: max(_MOST_BYTES // array[0].nbytes, 1)]
+            found[name] = zlib.crc32(rows.ravel().view(np.uint8)[:_MOST_BYTES].tobytes(), found.get(name, 0))
     return found
 
 

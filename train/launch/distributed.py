@@ -182,9 +182,9 @@ def _check_alone() -> None:
         count, number = map(os.environ.get, names)
         if count is not None and number is not None and count.strip().isdecimal() and int(count) > 1:
             raise InputError(
-                f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each would "
-                f"train alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of process 0 and a "
-                f"port that is free there, or {_FLAGS[1]} 1 to train alone"
+                f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each "
+                f"would train alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
+                f"process 0 and a port that is free there, or {_FLAGS[1]} 1 to train alone"
             )
 
 

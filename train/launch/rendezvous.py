@@ -151,8 +151,9 @@ def join(
             return link
         link.close()
         if answer == _go(not certificates):
+            here, there = ("certificates", "none") if certificates else ("no certificates", "some")
             raise InputError(
-                f"process {process_id} has {'' if certificates else 'no '}certificates, process 0 has {'none' if certificates else 'some'}; "
+                f"process {process_id} has {here}, process 0 has {there}; "
                 "set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none"
             )
         if answer is not None:

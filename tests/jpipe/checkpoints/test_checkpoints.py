@@ -145,9 +145,11 @@ class Alone(Processes):
 
 def test_process_0_names_the_processes_that_do_not_save(monkeypatch, capfd):
     monkeypatch.setattr(checkpoints, "_PATIENCE", 0.0)
-    with pytest.raises(PeerLost, match="process 2 hangs; process 0 stops while waiting for the call of .*save for step 4 of process 2"):
+    with pytest.raises(PeerLost, match=r"process 2 hangs; process 0 stops while waiting for the call of .*save for step 4 of process 2"):
         checkpoints._await_calls(Alone(), 4)
     said = "jpipe: the checkpoint of step 4 waits for process 2 to call checkpoints.save; call it in all processes\n"
     assert capfd.readouterr().err == said, "once"
-    with pytest.raises(InputError, match="step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"):
+    with pytest.raises(
+        InputError, match=r"step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"
+    ):
         checkpoints._await_calls(Alone({1, 2}), 4)

@@ -96,10 +96,10 @@ OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.na
 
 
 def marks_of(row) -> list[pytest.MarkDecorator]:
-    """`make test` has some of the rows, `make test-slow` a third of the others, `make test-all` has them all."""
+    """`make test` has some of the rows, `make test-slow` a twelfth of the others, `make test-all` has them all."""
     if row.name in OFTEN:
         return []
-    return [pytest.mark.slow] if optimizers.ROWS.index(row) % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+    return [pytest.mark.slow] if optimizers.ROWS.index(row) % 12 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')

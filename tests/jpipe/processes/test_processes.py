@@ -457,5 +457,6 @@ def test_a_process_that_finishes_before_the_others_is_named():
     desk = Coordinator(3)
     assert desk.answer(2, {"meet": "the end", "facts": {}}) is None
     assert desk.answer(0, {"meet": "agreement", "facts": {}}) == {
-        "refused": "process 2 has finished, and 'agreement' of process 0 waits for it; call the same methods of the pipeline in all processes"
+        "refused": "process 2 has finished, and 'agreement' of process 0 waits for it; "
+        "call the same methods of the pipeline in all processes"
     }

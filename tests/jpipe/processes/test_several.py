@@ -16,7 +16,12 @@ LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
 @pytest.mark.parametrize(
-    "group", ["2", *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4", "2, meshes", "4, meshes"))]
+    "group",
+    [
+        "2",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4", "2, meshes")),
+        pytest.param("4, meshes", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     one, each = trained(group, int(group[0]), tmp_path)

@@ -22,7 +22,7 @@ def started(pipe, batches):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("variant", "d", "m", "fields"),
     [(variant, 3, 3, {}) for variant in (*models.VARIANTS, "zb_h1")]

@@ -62,7 +62,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
-@pytest.mark.thinned(most=4, most_slow=3)
+@pytest.mark.thinned(most=2, most_slow=3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_without(case):
     fields = dict(CASES[case])
@@ -112,6 +112,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_shares_and_without_them():
     """In all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}

@@ -426,7 +426,8 @@ def test_process_0_listens_where_it_is_told(host):
 
 def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
     address, other = own_loopback(), own_loopback()
-    assert is_loopback(address) and is_loopback(other)
+    assert is_loopback(address)
+    assert is_loopback(other)
     if sys.platform == "linux":
         assert len({address, other, "127.0.0.1"}) == 3
     with socket.create_server((address, 0)) as listener:

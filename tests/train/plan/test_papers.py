@@ -58,7 +58,7 @@ def load(name, *overrides):
     return config_file.load(CONFIGS / "papers" / f"{name}.yaml", [*of_sample, *overrides])
 
 
-@pytest.mark.slow
+@pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, monkeypatch):
     def refuse(*_):
