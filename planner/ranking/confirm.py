@@ -186,7 +186,7 @@ class _Confirm:
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
         self.result.attempts.append(attempt)
         self._report(attempt)
-        self._left = [other for other in self._left if other.kind != candidate.kind or max(other.memory) < max(candidate.memory)]
+        self._left = [other for other in self._left if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
         if raised is not None:
             self._add(raised)
             self._left.append(raised.candidate)
@@ -234,6 +234,11 @@ def _held(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
     return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
+
+
+def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
+    """Whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows, whose temporaries are smaller."""
+    return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
 def _identity(candidate: Candidate) -> Candidate:
