@@ -140,29 +140,27 @@ class _Confirm:
             if max(full.memory) <= self._limit and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
         untried = [full for full in lean.values() if _identity(full) not in self._tried]
-        found = [one for full in untried if (one := _with_policies(self._choice, full, full.policies)) is not None]
-        fastest = sorted(found, key=lambda one: one.seconds / one.candidate.batch)[: MOST_LEAN - 1]
-        smallest = [one for one in sorted(found, key=lambda one: max(one.memory)) if one not in fastest][:1]
-        for ranked in (*fastest, *smallest):
-            if not self.result.fitting:
+        fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
+        smallest = [full for full in sorted(untried, key=lambda full: max(full.memory)) if full not in fastest][:1]
+        for full in (*fastest, *smallest):
+            ranked = None if self.result.fitting else _with_policies(self._choice, full, full.policies)
+            if ranked is not None:
                 self._add(ranked)
                 self._try(ranked)
 
     def as_fast(self) -> None:
         """Compile the plans of other kinds that are predicted to be as fast as the one that fits, and rank those that fit."""
         choice, first = self._choice, self.result.fitting[0]
-        others: tuple[Ranked, ...] = ()
-        while True:
+        for left_to_compile in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.result.fitting}
             left = [candidate for candidate in self._left if candidate.kind not in kinds]
-            others = self._ranked(choice.topology, left, self._hopes)
+            self.result.others = others = self._ranked(choice.topology, left, self._hopes)
             near = others and others[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
-            if not near or len(self.result.fitting) >= MOST_EQUAL or len(self.result.attempts) >= MOST_COMPILED:
+            if not near or not left_to_compile:
                 break
             self._try(others[0])
         by_plan = {id(one.ranked): one for one in self.result.fitting}
         self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
-        self.result.others = others
 
     def _ranked(self, topology: Topology, left: Sequence[Candidate], known: dict[Candidate, Ranked]) -> tuple[Ranked, ...]:
         return choose(self._choice.profile, topology, left, global_norm=self._choice.global_norm, tried=known).ranked
@@ -186,7 +184,7 @@ class _Confirm:
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
         self.result.attempts.append(attempt)
         self._report(attempt)
-        self._left = [other for other in self._left if other.kind != candidate.kind or max(other.memory) < max(candidate.memory)]
+        self._left = [other for other in self._left if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
         if raised is not None:
             self._add(raised)
             self._left.append(raised.candidate)
@@ -234,6 +232,11 @@ def _held(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
     return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
+
+
+def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
+    """Whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows, whose temporaries are smaller."""
+    return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
 def _identity(candidate: Candidate) -> Candidate:

@@ -1,7 +1,7 @@
 """The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jpipe
 from planner.ranking.choose import Choice, Ranked
@@ -17,7 +17,7 @@ _COLOURS = (
     *("#8C8C8C", "#F0A830", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#56B4E9", "#1A1A1A"),
     *("#7A3E9D", "#8B5A2B", "#A8B400", "#E6007E", "#4B7F00", "#FF8A80", "#2F3E9E", "#00B8B0"),
 )
-_MARKERS: tuple["str | tuple[int, int, int]", ...] = (
+_MARKERS: tuple["str | tuple[int, Literal[0, 1, 2], int]", ...] = (
     *("v", "s", "^", "D", "o", "P", "X", "*"),
     *("<", "p", ">", (4, 1, 0), "h", "d", (6, 1, 0), (3, 1, 0)),
 )
@@ -90,7 +90,7 @@ def _draw_candidates(
     axes.grid(alpha=0.3)
 
 
-def look(number: int) -> tuple[str, "str | tuple[int, int, int]"]:
+def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
     """The colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
     again = number // len(_COLOURS)
     return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + again) % len(_MARKERS)]

@@ -382,22 +382,24 @@ def confirm(found: Found, parts: Parts, report: Callable[[Attempt], None]) -> tu
         return compiled(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
 
     result = confirming.confirm(found.choice, found.candidates, found.known, compile, report)
+    if not result.attempts and not result.fitting:
+        raise nothing_fits(found.choice)
     if not result.fitting:
-        raise (
-            nothing_fits(found.choice)
-            if not result.attempts
-            else _nothing_fitted(result.attempts, scratch_words(parts, found.choice.topology))
-        )
-    choice = dataclasses.replace(
-        found.choice,
-        ranked=(*(one.ranked for one in result.fitting), *result.others),
-        considered=found.choice.considered + len(result.added),
+        raise _nothing_fitted(result.attempts, scratch_words(parts, found.choice.topology))
+    ranked = (*(one.ranked for one in result.fitting), *result.others)
+    kinds = {one.candidate.kind for one in ranked}
+    rejected = tuple(candidate for candidate in found.choice.rejected if candidate.kind not in kinds)
+    considered = found.choice.considered + len(result.added)
+    choice = dataclasses.replace(found.choice, ranked=ranked, rejected=rejected, considered=considered)
+    after = dataclasses.replace(
+        found,
+        choice=choice,
+        candidates=(*found.candidates, *result.added),
+        known=result.known,
+        compiled=len(result.fitting),
+        attempts=tuple(result.attempts),
     )
-    candidates = (*found.candidates, *result.added)
-    known, attempts = result.known, tuple(result.attempts)
-    return dataclasses.replace(
-        found, choice=choice, candidates=candidates, known=known, compiled=len(result.fitting), attempts=attempts
-    ), result.fitting[0]
+    return after, result.fitting[0]
 
 
 def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:

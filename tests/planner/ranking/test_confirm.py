@@ -81,9 +81,10 @@ def test_policies_that_save_too_little_are_passed_over():
 
 
 def test_where_recomputing_everything_is_not_enough_microbatches_become_smaller():
-    found, asked, reported = confirmed(30e6, profile(9 * MB + MB // 2, dispatch=0.05), estimated=profile(dispatch=0.05))
+    found, asked, reported = confirmed(30e6, profile(9 * MB + MB // 2, dispatch=0.5), estimated=profile(dispatch=0.5))
     assert {candidate.rows for candidate in asked[:-1]} == {2}
     assert found.fitting[0].ranked.candidate.rows == 1
+    assert set(found.fitting[0].ranked.candidate.policies) == {"none"}  # no more recomputation than it needs
     assert any(attempt.ranked.candidate.policies[0] == "full" for attempt in reported)
 
 

@@ -82,7 +82,7 @@ def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():
     candidates = [dataclasses.replace(first.candidate, schedule=name) for name in jpipe.schedules.SCHEDULES]
     scatter = draw_choice(choice, candidates, first).axes[0]
     legend = [text.get_text() for text in scatter.get_legend().get_texts()]
-    assert legend == [*jpipe.schedules.SCHEDULES, "chosen"]
+    assert legend == [*jpipe.schedules.SCHEDULES, "chosen", "memory of a device"]
     series = scatter.collections[:-1]
     assert len({tuple(points.get_facecolor()[0]) for points in series}) == len(candidates)
     assert len({str(points.get_paths()[0].vertices.tolist()) for points in series}) == len(candidates)

@@ -149,7 +149,7 @@ def test_nothing_in_the_page_leads_outside(folder):
 
 def test_pictures_have_words_and_tables_have_headers(folder):
     page = Page(folder / "report.html")
-    for image, words in zip(page.all("img"), ("from 5.6 to 2.09", "rank", "Peaks: rank 0"), strict=True):
+    for image, words in zip(page.all("img"), ("from 5.6 to 2.09", "rank", "at most: rank 0"), strict=True):
         assert words in image["alt"]
     assert [header["scope"] for header in page.all("th")].count("col") == 4
     assert len(page.all("tr")) == 2 + 1 + len(compare(window(), window(1.1)))
