@@ -493,6 +493,7 @@ GROUPS: Mapping[str, tyro.extras.SubcommandApp] = {"data": data}
 
 def names(group: str | None = None) -> tuple[str, ...]:
     """Return the names of all commands, or of those of a group."""
+    # The library has no public way to ask for them.
     return tuple((app if group is None else GROUPS[group])._subcommands)
 
 
