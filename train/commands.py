@@ -513,9 +513,13 @@ def unknown(arguments: Sequence[str]) -> str | None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command line `arguments` and return the exit code."""
+    """Run the command line `arguments` and return the exit code.
+
+    Raises:
+        SystemExit: the command line is wrong, or asks for help.
+    """
     if wrong := unknown(sys.argv[1:] if arguments is None else arguments):
-        return fail(printable(wrong), 2)
+        sys.exit(fail(printable(wrong), 2))
     about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
     code: int = app.cli(prog="jpipe", description=about, args=arguments)
     return code
