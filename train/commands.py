@@ -507,6 +507,7 @@ GROUPS: Mapping[str, tyro.extras.SubcommandApp] = {"data": data}
 
 def names(group: str | None = None) -> tuple[str, ...]:
     """Return the names of all commands, or of those of a group."""
+    # The library has no public way to ask for them.
     return tuple((app if group is None else GROUPS[group])._subcommands)
 
 
@@ -526,9 +527,13 @@ def unknown(arguments: Sequence[str]) -> str | None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command line `arguments` and return the exit code."""
+    """Run the command line `arguments` and return the exit code.
+
+    Raises:
+        SystemExit: the command line is wrong, or asks for help.
+    """
     if wrong := unknown(sys.argv[1:] if arguments is None else arguments):
-        return fail(printable(wrong), 2)
+        sys.exit(fail(printable(wrong), 2))
     about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
     logging.getLogger("jpipe").addHandler(LINES)  # once, however often this is called
     code: int = app.cli(prog="jpipe", description=about, args=arguments)

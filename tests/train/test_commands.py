@@ -27,7 +27,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
     ],
 )
 def test_a_mistyped_command_is_told_with_the_nearest_one(words, message, capsys):
-    assert cli.main(words.split(" ")) == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split(" "))
+    assert ended.value.code == 2
     assert capsys.readouterr() == ("", f"jpipe: {message}\n")
 
 
@@ -75,5 +77,7 @@ def test_other_shells_have_a_script_too(shell, capsys):
 
 @pytest.mark.parametrize("words", ["--tyro-print-completion", "--tyro-print-completion x", "--tyro_write-completion bash /no/such"])
 def test_the_options_of_the_library_lead_to_the_command(words, capsys):
-    assert cli.main(words.split()) == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
     assert re.fullmatch(r"jpipe: unknown option --tyro\S+; jpipe completion SHELL prints .*\n", capsys.readouterr().err)

@@ -83,11 +83,12 @@ def _check_kinds(data: DataConfig) -> None:
             continue
         as_it_is = "or set data.format: bytes to learn its bytes as they are"
         with sources.readable(where):
-            if (expanded(path, where) / token_files.INDEX).is_file():
+            names, files = sources.find_files(path, where)
+            if token_files.INDEX in names and expanded(path, where).is_dir():
                 raise InputError(
                     f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
                 )
-            for file in sources.find_files(path, where)[1]:
+            for file in files:
                 if (kind := kinds.kind_of(file)) is None:
                     continue
                 hint = kind.hint

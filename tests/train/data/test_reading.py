@@ -23,9 +23,9 @@ def reads(monkeypatch) -> dict[str, list]:
         seen["spans"].append((start, stop))
         return read(self, start, stop)
 
-    def noted_open(path, dtype, size):
+    def noted_open(path, *kind):
         seen["files"].append(path.name)
-        return opened(path, dtype, size)
+        return opened(path, *kind)
 
     monkeypatch.setattr(Documents, "read", noted_read)
     monkeypatch.setattr(token_files, "_opened", noted_open)
