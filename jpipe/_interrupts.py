@@ -28,26 +28,28 @@ _PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. One that comes again later than `_PATIENCE` does not wait.
+    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. One that comes `_PATIENCE` after the first does not wait.
 
     This concerns signals that a Python function handles, and only the main thread: Python runs these functions nowhere else.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: dict[int, FrameType | None] = {}
+    received: list[tuple[int, FrameType | None]] = []
     first = math.inf  # when the first one came
     handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
 
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        now = time.monotonic()
-        if number in received and now - first > _PATIENCE:
-            received.clear()
+        received.append((number, frame))
+        first = min(first, time.monotonic())
+        if time.monotonic() - first > _PATIENCE:
+            deliver()
+
+    def deliver() -> None:
+        late, received[:] = list(received), []
+        for number, frame in late:
             handlers[signal.Signals(number)](number, frame)
-        else:
-            received.setdefault(number, frame)
-            first = min(first, now)
 
     def restore(number: signal.Signals) -> None:
         if number in handlers and signal.getsignal(number) is hold:
@@ -65,8 +67,7 @@ def held_signals() -> Iterator[None]:
         finally:
             restore(signal.SIGINT)
     finally:
-        for late, frame in received.items():
-            handlers[signal.Signals(late)](late, frame)
+        deliver()
 
 
 class FailedLater:

@@ -243,11 +243,12 @@ def test_signals_that_others_handle_are_left_alone():
     try:
         with interrupts.held_signals():
             with interrupts.held_signals():
-                signal.raise_signal(signal.SIGTERM)
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGTERM)
                 assert not received
             assert not received
             own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
-        assert received == [signal.SIGTERM]
+        assert received == [signal.SIGTERM] * 2, "each is delivered: a second one may mean more than the first"
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         with interrupts.held_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -70,7 +70,7 @@ def plans(depths, replicas, options):
             yield Plan.even(**fields)
 
 
-BATCHES = 7
+BATCHES = 5
 
 
 def reported(plan, norm, drains):
@@ -91,7 +91,7 @@ def reported(plan, norm, drains):
 
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])  # clipping, skipping batches and a dynamic loss scale need it
 def test_each_batch_reports_once(norm):
-    check_each_reports_once(norm, plans([2], REPLICAS[:2], [{}]))
+    check_each_reports_once(norm, plans([2], ([1, 1], [1, 2]), [{}]))
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_each_batch_reports_once_with_every_option(norm):
 
 def check_each_reports_once(norm, some):
     once = list(range(BATCHES)), list(range(BATCHES))
-    tried = {(plan, drains): reported(plan, norm, drains) for plan in some if may(plan, norm) for drains in (frozenset(), frozenset({3}))}
+    tried = {(plan, drains): reported(plan, norm, drains) for plan in some if may(plan, norm) for drains in (frozenset(), frozenset({2}))}
     assert len(tried) > 20
     assert [case for case, found in tried.items() if found != once] == []
 

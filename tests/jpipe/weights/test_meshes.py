@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jpipe import InputError, Pipeline, Plan, lower, simulate
+from jpipe import InputError, LayerStack, Pipeline, Plan, lower, simulate
 from jpipe.meshes._partition import shard_bytes
 from jpipe.runtime._snapshot import average_replicas
 from tests.jpipe import models, running
@@ -100,9 +100,11 @@ def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
 def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
     """Six workers on pairs of eight devices: their collectives must not wait for each other's threads."""
-    fields = {"schedule": schedule, "replicas": 3, "microbatches": 6}
-    expected, _ = trained(even(**fields), steps=2)
-    pipe = Pipeline(models.wide_stack(), even(**fields, mesh={"data": 2}), models.masked_squares, models.momentum())
+    stack = LayerStack({"a": models.dense(4), "b": models.dense(4)})
+    plain = Plan.even(stack.ids, 2, schedule=schedule, microbatches=6)
+    expected, _ = trained(plain, stack, steps=2)
+    plan = Plan.even(stack.ids, 2, schedule=schedule, microbatches=6, replicas=3, mesh={"data": 2})
+    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
     shared = [[place.devices for place in pipe.places].count(place.devices) > 1 for place in pipe.places]
     assert shared == [True, True, False] * 2
     waited = []
