@@ -119,7 +119,7 @@ def _known_results(equation: Any, inputs: list[_Known]) -> Sequence[_Known]:
         return [_common(results) for results in zip(*branches, strict=True)]
     if is_call(equation):
         return _known(*body_of(equation), inputs)
-    unknown = [None] * len(equation.outvars)
+    unknown: list[_Known] = [None] * len(equation.outvars)
     is_zero = (name in _ZERO_OF_ZERO and inputs[0] == 0) or (name in _ZERO_OF_ANY and 0 in inputs)
     if is_zero or (name == "integer_pow" and inputs[0] == 0 and params["y"] > 0):
         return [0.0]
@@ -127,13 +127,14 @@ def _known_results(equation: Any, inputs: list[_Known]) -> Sequence[_Known]:
         return [inputs[0]]
     if name in ("select_n", "concatenate", "pad"):
         return [_common(inputs[1:] if name == "select_n" else inputs)]
-    if any(value is None for value in inputs):
+    numbers = [value for value in inputs if value is not None]
+    if len(numbers) < len(inputs):
         return unknown
     if name in _OF_ALL:
-        return [float(_OF_ALL[name](*inputs))]
+        return [float(_OF_ALL[name](numbers[0], numbers[1]))]
     if name == "convert_element_type":
-        return [float(np.asarray(inputs[0]).astype(params["new_dtype"]))]
-    return [float(np.clip(inputs[1], inputs[0], inputs[2]))] if name == "clamp" else unknown
+        return [float(np.asarray(numbers[0]).astype(params["new_dtype"]))]
+    return [float(min(max(numbers[1], numbers[0]), numbers[2]))] if name == "clamp" else unknown
 
 
 def _common(values: Sequence[_Known]) -> _Known:

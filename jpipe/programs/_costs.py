@@ -249,15 +249,12 @@ def sum_layer_costs(
         if layer_id not in layers:
             raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
     costs: list[StageCost] = []
-    before_trained, before_frozen = False, False  # whether an earlier layer has such parameters
+    flows = _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
         last = s == plan.depth - 1
         before = costs[-1].outputs if costs else inputs
-        of_input = s > 0 and (before_trained or not before_frozen)
-        before_trained = before_trained or any(layer.trained for layer in own)
-        before_frozen = before_frozen or any(layer.frozen for layer in own)
-        has_backward = before_trained or not before_frozen
+        of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = own[-1].outputs if has_backward and not last else 0
         forward = sum(layer.forward for layer in own)
         again = forward if has_backward and stage.recompute != "none" else 0.0
@@ -298,6 +295,16 @@ def sum_layer_costs(
 def _scratch(layers: Sequence[LayerCost]) -> int:
     """The scratch memory of a stage of these layers, without recomputed residuals."""
     return max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
+
+
+def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
+    """Whether gradients are computed for what arrives at each stage, and for what leaves the last: not if all before is frozen."""
+    found, trained, frozen = [True], False, False
+    for stage in plan.stages:
+        trained = trained or any(layers[layer_id].trained for layer_id in stage.layers)
+        frozen = frozen or any(layers[layer_id].frozen for layer_id in stage.layers)
+        found.append(trained or not frozen)
+    return found
 
 
 def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
