@@ -246,33 +246,29 @@ def _refuse_untrainable(layer_id: str, params: Tree) -> None:
 
 def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
     """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
-    seen: dict[int, str] = {}
-    alive = []  # keeps the built modules alive, so that an id() is not used twice
-    calls = Counter[int]()
-    for layer_id, layer in layers.items():
-        calls[id(layer)] += 1
-        if calls[id(layer)] > 2:
-            continue  # what one constructor hands out twice shows in two calls
-        if not is_constructor(layer):
-            continue
+    constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
 
-        def record(key: jax.Array, layer_id: str = layer_id, layer: Any = layer) -> None:
-            with nnx.use_eager_sharding(False):
-                module = layer(rngs=nnx.Rngs(key))
-            alive.append(module)
-            for path, node in nnx.iter_graph(module):
-                if not isinstance(node, nnx.Param):
-                    continue
-                if seen.setdefault(id(node), layer_id) != layer_id:
-                    name = ".".join(str(part) for part in path)
-                    raise _shared(seen[id(node)], layer_id, name)
+    def record(key: jax.Array) -> None:
+        seen: dict[int, str] = {}
+        alive = []  # keeps the built modules alive, so that an id() is not used twice
+        calls = Counter[int]()
+        for layer_id, layer in constructors.items():
+            calls[id(layer)] += 1
+            if calls[id(layer)] > 2:
+                continue  # what one constructor hands out twice shows in two calls
+            try:
+                with nnx.use_eager_sharding(False):
+                    module = layer(rngs=nnx.Rngs(key))
+                alive.append(module)
+                for path, node in nnx.iter_graph(module):
+                    if isinstance(node, nnx.Param) and seen.setdefault(id(node), layer_id) != layer_id:
+                        raise _shared(seen[id(node)], layer_id, ".".join(str(part) for part in path))
+            except (InputError, KeyboardInterrupt):
+                raise
+            except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
+                continue
 
-        try:
-            jax.eval_shape(record, key_spec())
-        except (InputError, KeyboardInterrupt):
-            raise
-        except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
-            continue
+    jax.eval_shape(record, key_spec())
 
 
 def _refuse_shared_owners(layers: Mapping[str, Layer]) -> None:

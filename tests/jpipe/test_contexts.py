@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jpipe
 from jpipe import InputError
@@ -66,3 +67,9 @@ def test_disable_jit_is_refused():
     pipe = built()
     with jax.disable_jit(), pytest.raises(InputError, match=r"jax_disable_jit is on: .* turn it off"):
         pipe.init(jax.random.key(0), BATCH)
+
+
+def test_a_model_leaks_nothing_of_its_traces():
+    with jax.checking_leaks():
+        stack = jpipe.LayerStack({"a": lambda rngs: nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs), "b": lambda x: x * 2})
+        assert stack.specs(BATCH[0])["b"].output.shape == BATCH[0].shape
