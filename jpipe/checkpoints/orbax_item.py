@@ -43,6 +43,8 @@ def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
     item = _escaped(tree)
     if not jax.tree.leaves(item):
         item[_NO_LAYER] = np.zeros(0)  # Orbax warns of an item without any array, and refuses one without anything
+    for array in jax.tree.leaves(item):
+        _zarr(array)  # a dtype that cannot be stored is the caller's mistake
     try:
         with _without_tracebacks():
             _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))

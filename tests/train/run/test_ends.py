@@ -18,7 +18,7 @@ from tests.train.run.test_loop import rows_of
 from train.checkpoint import checkpoints
 from train.checkpoint.run_folder import RunFolder
 from train.console.exit_codes import code_of
-from train.data import documents
+from train.data import data, documents
 from train.launch.together import ReportedElsewhere
 from train.report.metrics_log import RunStopped
 from train.run import job, loop
@@ -217,17 +217,28 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
 
 
 def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkeypatch, capsys):
-    read, windows = documents.Documents.read, []
-    monkeypatch.setattr(documents.Documents, "read", lambda self, start, stop: windows.append(start) or read(self, start, stop))
-    for steps, size in ((2, 8), (6, 4), (9, 16)):  # 96 rows of the 449 that there are
+    read, windows = documents.Documents.read, set()
+
+    def noted(self, start, stop):
+        if self.size == 3600:  # of the text to learn from
+            windows.add(start)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(documents.Documents, "read", noted)
+    for steps, size in ((2, 8), (6, 4)):
         loop.main(changed(saved, train={"steps": steps, "batch_size": size, "eval_batches": 1}))
+    found = windows.copy()
+    windows.clear()
+    inputs, _ = data.load(changed(saved, train={"batch_size": 32}, plan={"microbatches": 1})).train[0]
+    inputs[:32]  # the first 32 rows, in one batch
+    assert found == windows
+    assert len(found) == 32
     told = capsys.readouterr().out
     assert "the training data go on at row 16" in told
-    assert "the training data go on at row 32" in told
-    facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 9)["data"]
-    assert facts["batch_size"] == 16
-    assert facts["position"] == {"batch": 9, "rows": [80], "pieces": 8}
-    assert facts["order"] == {"batch": 6, "rows": [32], "pieces": 8}
+    facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
+    assert facts["batch_size"] == 4
+    assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}
+    assert facts["order"] == {"batch": 2, "rows": [16], "pieces": 8}
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT, errno.EACCES])
