@@ -63,16 +63,7 @@ def save(
         jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter are not the same; nothing is left of this checkpoint.
         InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
     """
-    if not isinstance(snapshot, Snapshot):
-        raise InputError(
-            f"checkpoint: expected a jpipe.runtime.Snapshot, found {type(snapshot).__name__}; make one with pipe.snapshot(batch)"
-        )
-    if keep is not None:
-        files.check_keep(keep)
-    if not snapshot.complete:
-        raise InputError(
-            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
-        )
+    _check(snapshot, keep)
     place, processes = files.run_folder(folder), processes or join_processes()
     index = 0 if processes is None else processes.index
     if processes is not None and index > 0:
@@ -183,6 +174,19 @@ def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
     if unknown := [name for name in there if layer_of(name, everything) is None]:
         raise InputError(f"{folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {step}; is it another model?")
     return [name for name in there if layer_of(name, everything) in ids]
+
+
+def _check(snapshot: Any, keep: int | None) -> None:
+    if not isinstance(snapshot, Snapshot):
+        raise InputError(
+            f"checkpoint: expected a jpipe.runtime.Snapshot, found {type(snapshot).__name__}; make one with pipe.snapshot(batch)"
+        )
+    if keep is not None:
+        files.check_keep(keep)
+    if not snapshot.complete:
+        raise InputError(
+            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
+        )
 
 
 def _await_calls(processes: Processes, step: int) -> None:

@@ -1,6 +1,7 @@
 """Which way messages take between processes, on devices and with processes that are only said to be there."""
 
 import contextlib
+import types
 from unittest.mock import NonCallableMock
 
 import jax
@@ -48,3 +49,16 @@ def test_messages_go_by_device_put_where_it_works_between_all_processes(platform
     assert transport.way == way
     assert transport._link(pair) is (handover if way == "device_put" else collective)
     assert tried == ([] if platform == "cpu" else [pair])
+
+
+def test_connections_that_cannot_be_made_hint_at_strangers(monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context initialization failed: Connection closed by peer\nmore")
+
+    transport = object.__new__(_transport.Transport)
+    transport._places, transport._used = (), {0: types.SimpleNamespace(connect=None)}
+    monkeypatch.setattr(_transport.Transport, "_call", fail)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"^the processes cannot be connected: UNKNOWN: .* by peer; gloo and .* scanners do; "
+    ):
+        transport.connect("pipeline 0")
