@@ -70,21 +70,12 @@ def main(
     long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
     halves = ", each of its halves 1" if any(span.op == "W" for spans in prediction.timeline for span in spans) else ""
     recomputes = any(stage.recompute != "none" for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
-    meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
-    sizes = (
-        count(plan.depth, "stage"),
-        *ranks,
-        *meshes,
-        f"{count(plan.microbatches, 'microbatch', 'es')} per batch",
-        count(shown, "batch", "es"),
-    )
     return "\n".join(
         [
-            f"{plan.schedule}: {', '.join(sizes)}",
+            f"{plan.schedule}: {_extent(plan, shown)}",
             f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
@@ -96,6 +87,14 @@ def main(
             *pictures,
         ]
     )
+
+
+def _extent(plan: jpipe.Plan, batches: int) -> str:
+    """How many stages, ranks, devices and microbatches there are, and how many batches are shown."""
+    ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
+    meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
+    microbatches = f"{count(plan.microbatches, 'microbatch', 'es')} per batch"
+    return ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(batches, "batch", "es")])
 
 
 def _memory_words(unknown: str) -> list[str]:
