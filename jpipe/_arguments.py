@@ -11,12 +11,12 @@ from flax import nnx
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
+from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.plan import Plan
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import Loss
 
 Tree = Any
 

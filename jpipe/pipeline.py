@@ -22,10 +22,11 @@ from jpipe._arguments import (
     checked_metrics,
     given_params,
 )
-from jpipe._context import own_context
 from jpipe._interrupts import Results, consume, held_signals
+from jpipe.context import own_context
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
+from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._rows import tell_of_rows
 from jpipe.model._stack import LayerStack
@@ -57,7 +58,7 @@ from jpipe.stages._batch import (
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
 from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
-from jpipe.stages._functions import Loss, StageFunctions, check_metrics
+from jpipe.stages._functions import StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of, with_shares
 
 Tree = Any

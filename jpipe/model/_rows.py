@@ -7,7 +7,7 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from jpipe.errors import shortened
 from jpipe.model._dependence import reached
 from jpipe.model._layer import LayerSpec, key_spec
+from jpipe.model._losses import Loss, called
 from jpipe.model._stack import LayerStack
 
 Tree = Any
@@ -28,9 +29,7 @@ _LINEAR = {
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
 
-def tell_of_rows(
-    stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Callable[[Tree, Tree], Any], rows: int, microbatches: int
-) -> None:
+def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
     """Log a warning, once in a process, for what sees the rows of a microbatch and might be meant to see those of a batch.
 
     Args:
@@ -63,9 +62,7 @@ def _warn_once(message: str) -> None:
     logging.getLogger("jpipe").warning(message)
 
 
-def rows_together(
-    stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Callable[[Tree, Tree], Any]
-) -> tuple[list[str], bool]:
+def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
     """(the layers whose training forward mixes rows, whether the loss is something else than a sum over rows).
 
     What cannot be traced with another number of rows is left out.
@@ -114,9 +111,9 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tr
     return y, any(mark & _REDUCED for mark in marks)
 
 
-def _of_loss(loss: Callable[[Tree, Tree], Any], outputs: Tree, labels: Tree, prime: int) -> bool:
+def _of_loss(loss: Loss, outputs: Tree, labels: Tree, prime: int) -> bool:
     """Whether the loss is computed from several rows in another way than by adding."""
-    traced = jax.make_jaxpr(lambda outputs, labels: loss(outputs, labels)[0])(outputs, labels)
+    traced = jax.make_jaxpr(lambda outputs, labels, key: called(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
 
     def adds(equation: Any, into: Sequence[int], out: Any, mark: int) -> int:
         if not mark & _FROM_ROWS:

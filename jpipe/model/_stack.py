@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpipe._context import without_mesh
+from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, is_constructor
 from jpipe.model._constants import built_module, refuse_constants

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.meshes._place import Place
+from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
@@ -25,7 +26,7 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, joined_rows, rows_of, told
 from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics, with_outputs
-from jpipe.stages._functions import Loss, StageFunctions, check_metrics
+from jpipe.stages._functions import StageFunctions, check_metrics
 from jpipe.stages._shares import shares_of
 
 Tree = Any

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._context import without_mesh
+from jpipe.context import without_mesh
 from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jpipe.meshes._partition import partitions
+from jpipe.model._losses import Loss
 from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
@@ -15,7 +16,7 @@ from jpipe.model._ties import NOTHING_SHARED
 from jpipe.plan import Plan
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
-from jpipe.stages._functions import Loss, StageFunctions, stage_functions
+from jpipe.stages._functions import StageFunctions, stage_functions
 from jpipe.stages._gradients import check_gradients, with_gradients
 
 Tree = Any

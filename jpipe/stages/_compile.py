@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
+from jpipe.model._losses import Loss
 from jpipe.model._stack import LayerStack
 from jpipe.model._wanted import without_effects
 from jpipe.plan import Plan
@@ -30,7 +31,7 @@ from jpipe.programs._instructions import (
     Update,
 )
 from jpipe.stages._arrays import Arrays, Share, shardings_of
-from jpipe.stages._functions import Loss, StageFunctions, norm_of
+from jpipe.stages._functions import StageFunctions, norm_of
 
 Tree = Any
 

@@ -1,7 +1,7 @@
 """One stage as pure functions: forward, backward, whole or in two halves, fused, update, evaluate. They do not depend on the schedule."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -10,13 +10,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
-from jpipe.model._adapters import parameters_of
 from jpipe.model._dependence import passed_on
 from jpipe.model._layer import LayerSpec, describe, key_spec
+from jpipe.model._losses import Loss, asked_for, called
 from jpipe.model._optimizer import LayerwiseOptimizer, masters_of
 from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
@@ -27,8 +26,6 @@ from jpipe.stages._residuals import Residuals, find_residuals
 from jpipe.stages._split import Halves, NotSplittable, split, undivided
 
 Tree = Any
-Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`(outputs, labels) -> (sum, weight)`; with a parameter `rngs` or `key` besides, it gets random numbers."""
 
 
 class GlobalNorm(NamedTuple):
@@ -660,23 +657,6 @@ def check_summed(function: Loss, where: str, last: StageFunctions, outputs: Tree
 
     with callers_code(message):
         jax.eval_shape(lambda y, labels, key: _summed(function, where, y, labels, last.loss_dtype, key), outputs, labels, key_spec())
-
-
-def asked_for(function: Loss) -> str | None:
-    """The parameter of a loss or a metric that is to get random numbers: `rngs` or `key`, if it has no default but None."""
-    parameters = list(parameters_of(function).values())[2:]  # after the outputs and labels
-    names = (p.name for p in parameters if p.name in ("rngs", "key") and (p.default is None or p.default is p.empty))
-    return next(names, None)
-
-
-def called(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
-    """What a loss or a metric returns; it gets random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
-    name = asked_for(function)
-    if name is None:
-        return function(outputs, labels)
-    assert key is not None
-    given: dict[str, Any] = {name: nnx.Rngs(key) if name == "rngs" else key}
-    return function(outputs, labels, **given)
 
 
 def rng_spec() -> tuple[Any, Any]:

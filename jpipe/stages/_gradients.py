@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
+from jpipe.model._losses import Loss, called
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.stages._functions import Loss, StageFunctions, called, floats_of
+from jpipe.stages._functions import StageFunctions, floats_of
 
 Tree = Any
 

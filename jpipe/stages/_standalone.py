@@ -9,6 +9,7 @@ import jax
 
 from jpipe.meshes._place import Place
 from jpipe.model._layer import LayerSpec
+from jpipe.model._losses import Loss
 from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
@@ -16,7 +17,7 @@ from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._compile import trace_call
-from jpipe.stages._functions import Loss, StageFunctions, stage_functions
+from jpipe.stages._functions import StageFunctions, stage_functions
 from jpipe.stages._gradients import with_gradients
 
 Tree = Any

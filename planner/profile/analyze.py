@@ -13,6 +13,7 @@ import optax
 
 import jpipe
 from jpipe import InputError
+from jpipe.context import without_mesh
 from planner.machine.topology import Device
 from planner.profile.flops import count_flops
 from planner.profile.model import (
@@ -34,6 +35,7 @@ Name = Literal["forward", "backward", "update"]
 PROGRAMS: tuple[Name, ...] = ("forward", "backward", "update")
 
 
+@without_mesh()
 def analyze(
     stack: jpipe.LayerStack,
     batch: Batch,

@@ -14,6 +14,7 @@ import jax
 import optax
 
 import jpipe
+from jpipe.context import without_mesh
 from planner.profile.analyze import PROGRAMS
 from planner.profile.bench import Bench, ByProgram, Programs
 from planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes, profile_of, scratch_of_pairs
@@ -23,6 +24,7 @@ FEWEST = 3  # repetitions, however little time there is
 SHORT = 2e-4  # seconds; programs that take less are timed in groups
 
 
+@without_mesh()
 def measure(
     stack: jpipe.LayerStack,
     batch: Batch,

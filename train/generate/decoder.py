@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jpipe.context import without_mesh
 from train.config.model_config import ModelConfig
 from train.models import transformer
 
@@ -91,6 +92,7 @@ class Decoder:
         self._lengths = np.zeros(0, np.int32)
         self._room = 0
 
+    @without_mesh()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"]:
         """See the prompts, in one pass, or of long ones a piece at a time; what was seen before is forgotten.
 
@@ -122,6 +124,7 @@ class Decoder:
         assert found is not None
         return found
 
+    @without_mesh()
     def follow(self, tokens: Int[Array, " b"]) -> Float[Array, "b v"]:
         """See one more token of each row, which may still be on its way; of rows without a position left the logits mean nothing."""
         at = np.minimum(self._lengths, self._room - 1)[:, None]
