@@ -217,8 +217,7 @@ def sum_layer_costs(
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs: list[StageCost] = []
-    flows = _gradient_flows(plan, layers)
+    costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in own)

@@ -74,8 +74,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     Replicas average their layer state whenever the pipeline is empty: after each batch if it flushes, else after the batches `drained`.
     """
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
-    op = SCHEDULES[plan.schedule].first_op(plan, last)  # one program or two round differently
-    fused = op in ("FB", "FI")
+    fused = (op := SCHEDULES[plan.schedule].first_op(plan, last)) in ("FB", "FI")  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
@@ -100,9 +99,9 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             before, rest = (state[last][r], x, labels), (draw[last], *scale)
             x, state[last][r], sums[last][r] = in_halves(functions[last], calls[last], read[last], before, sums[last][r], rest)
         if op == "FB":
-            before, rest = (state[last][r], x, labels), (sums[last][r], draw[last], *scale)
-            x, sums[last][r], changed = calls[last]["forward_backward"](read[last], *before, *rest)
-            state[last][r] = functions[last].changed.joined(changed, before[0])
+            arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
+            x, sums[last][r], changed = calls[last]["forward_backward"](*arguments)
+            state[last][r] = functions[last].changed.joined(changed, state[last][r])
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
         totals = {}
