@@ -245,18 +245,14 @@ def sum_layer_costs(
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
-    for layer_id in plan.layers:
-        if layer_id not in layers:
-            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
-    costs: list[StageCost] = []
-    flows = _gradient_flows(plan, layers)
+    _check_layers(plan, layers)
+    costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         own = [layers[layer_id] for layer_id in stage.layers]
-        last = s == plan.depth - 1
+        last, forward = s == plan.depth - 1, sum(layer.forward for layer in own)
         before = costs[-1].outputs if costs else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = own[-1].outputs if has_backward and not last else 0
-        forward = sum(layer.forward for layer in own)
         again = forward if has_backward and stage.recompute != "none" else 0.0
         _check_policy(stage, own)
         known = all(stage.recompute in layer.residuals for layer in own)
@@ -355,6 +351,13 @@ def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[Shared
     return tuple(
         replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(found)
     )
+
+
+def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:
+    """Refuse costs that lack a layer of the plan."""
+    for layer_id in plan.layers:
+        if layer_id not in layers:
+            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
 
 
 def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:

@@ -74,8 +74,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     Replicas average their layer state whenever the pipeline is empty: after each batch if it flushes, else after the batches `drained`.
     """
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
-    op = SCHEDULES[plan.schedule].first_op(plan, last)  # one program or two round differently
-    fused = op in ("FB", "FI")
+    fused = (op := SCHEDULES[plan.schedule].first_op(plan, last)) in ("FB", "FI")  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
     versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
@@ -93,8 +92,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
         for s in range(last if fused else d):
             r = k % replicas[s]
             arguments = state[s][r], x, labels if s == last else None
-            x, changed, saved = calls[s]["forward"](read[s], *arguments, draw[s])
-            state[s][r] = functions[s].changed.joined(changed, state[s][r])
+            x, state[s][r], saved = forward(functions[s], calls[s], read[s], arguments, draw[s])
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
         if op == "FI":
@@ -121,9 +119,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
-            trained = functions[s].trained
-            new, optimizer[s], _, mean = calls[s]["update"](trained.part(versions[s][g]), optimizer[s], total, norm)
-            versions[s][g + 1] = trained.joined(new, versions[s][g])
+            versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, norm)
             found |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
             state = [mean_states(own) if len(own) > 1 else own for own in state]
@@ -132,6 +128,18 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
     return Outcome(losses, weights, norms, {t - 1: jnp.float32(scales[t]) for t in scales if t}, versions, optimizer, state)
+
+
+def forward(f, calls, params, arguments, draw):
+    """(output, layer state, residuals) of a forward."""
+    x, changed, saved = calls["forward"](params, *arguments, draw)
+    return x, f.changed.joined(changed, arguments[0]), saved
+
+
+def updated(trained, calls, params, optimizer, total, norm):
+    """(the next version, the next optimizer state, (mean loss, weight)) of an update."""
+    new, optimizer, _, mean = calls["update"](trained.part(params), optimizer, total, norm)
+    return trained.joined(new, params), optimizer, mean
 
 
 def next_scale(dynamic, scale, growing, nonfinite):
