@@ -501,14 +501,15 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positi
     return 0
 
 
-GROUPS: Mapping[str, tyro.extras.SubcommandApp] = {"data": data}
-"""The commands that have commands of their own."""
+NAMES = ("train", "launch", "plan", "simulate", "evaluate", "export", "generate", "translate", "data", "configs", "completion")
+"""The commands, in the order of `jpipe --help`."""
+GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer", "make")}
+"""The commands that have commands of their own, with those."""
 
 
 def names(group: str | None = None) -> tuple[str, ...]:
     """Return the names of all commands, or of those of a group."""
-    # The library has no public way to ask for them.
-    return tuple((app if group is None else GROUPS[group])._subcommands)
+    return NAMES if group is None else GROUPS[group]
 
 
 def unknown(arguments: Sequence[str]) -> str | None:
