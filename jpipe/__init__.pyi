@@ -1,4 +1,5 @@
 from . import checkpoints, errors, files, meshes, model, plan, processes, programs, runtime, schedules, stages
+from ._host_memory import keep_freed_memory
 from .errors import InputError, PeerLost
 from .model._layer import Layer
 from .model._precision import DynamicLossScale, Precision
@@ -9,7 +10,6 @@ from .plan import Plan, Stage
 from .programs._costs import Link
 from .programs._lower import lower
 from .programs._simulate import simulate
-from .runtime._host_memory import keep_freed_memory
 from .runtime._join import join_processes
 from .runtime._metrics import Evaluation, Mean, Metrics
 from .runtime._state import State

@@ -28,8 +28,8 @@ from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
-from jpipe.model._rows import tell_of_rows
 from jpipe.model._stack import LayerStack
+from jpipe.model.jaxprs._rows import tell_of_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._lower import lower

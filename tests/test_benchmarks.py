@@ -447,17 +447,18 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
     document = tmp_path / "papers.md"
-    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
+    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n\n<!-- table 1, recurrence -->\n")
     options = ["--document", str(document), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
     papers.main(["table-1", "--model", "S2VT", *options])
-    table, sums = json.loads((tmp_path / "papers.json").read_text())["table-1"]
+    table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
     assert (model, cluster, paper) == ("S2VT", "4 × 1 C", "2-1-1 (3.01)")
     faster, papers_own = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
     assert as_paper.startswith("2-1-1 ")
     assert faster >= papers_own > (0 if real else 1)
-    text, below = (papers.Table(**one).text for one in (table, sums))
-    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below}\n"
+    text, *below = (papers.Table(**one).text for one in (table, sums, recurrence))
+    after = "".join(f"<!-- {one['name']} -->\n\n{rows}\n" for one, rows in zip((sums, recurrence), below, strict=True))
+    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n{after}"
     assert text in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.png")] == ["papers-plans.png"]
 

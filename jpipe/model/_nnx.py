@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jpipe.errors import InputError, callers_code, cause, short
-from jpipe.model._dependence import reached
 from jpipe.model._layer import Layer, key_spec
+from jpipe.model.jaxprs._dependence import reached
 
 Tree = Any
 Modes = Callable[[Callable[..., Any], Callable[[inspect.Parameter], bool]], Callable[[bool], dict[str, Any]]]

@@ -13,12 +13,12 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.errors import InputError, callers_code, cause
-from jpipe.model._dependence import always_zero, passed_on, reached
 from jpipe.model._precision import wider
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model._transformation import instead_of, unfit_mask
-from jpipe.model._wanted import without_effects
+from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached
+from jpipe.model.jaxprs._wanted import without_effects
 
 Tree = Any
 

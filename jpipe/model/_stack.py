@@ -14,9 +14,9 @@ from flax import nnx
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, is_constructor
-from jpipe.model._constants import built_module, refuse_constants
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
+from jpipe.model.jaxprs._constants import built_module, refuse_constants
 
 Tree = Any  # a pytree of arrays
 

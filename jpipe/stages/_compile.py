@@ -18,7 +18,7 @@ from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._stack import LayerStack
-from jpipe.model._wanted import without_effects
+from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     COMPUTATIONS,

@@ -13,7 +13,6 @@ import numpy as np
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
-from jpipe.model._dependence import passed_on
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._losses import Loss, asked_for, called
 from jpipe.model._optimizer import LayerwiseOptimizer, masters_of
@@ -21,6 +20,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision, widened
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NOTHING_SHARED, Sharing
+from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.plan import Stage
 from jpipe.stages._residuals import Residuals, find_residuals
 from jpipe.stages._split import Halves, NotSplittable, split, undivided

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jpipe.model._dependence import calls_host, is_literal, reached
-from jpipe.model._wanted import evaluate_wanted
+from jpipe.model.jaxprs._dependence import calls_host, is_literal, reached
+from jpipe.model.jaxprs._wanted import evaluate_wanted
 
 Tree = Any
 

@@ -18,8 +18,8 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jpipe.model._dependence import body_of, is_call, is_literal, scan_parts
-from jpipe.model._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts
+from jpipe.model.jaxprs._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
 from jpipe.stages._min_cut import cheapest_cut
 
 _CHEAP = {

@@ -279,13 +279,8 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         )
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
         cost = own[model.sizes[0], "none"]
-        sizes = {
-            "weights": cost.weights,
-            "frozen": cost.frozen,
-            "accumulators": model.gradient_bytes(layer_id),
-            "optimizer": cost.optimizer,
-            "state": cost.state,
-        }
+        sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
+        sizes["accumulators"] = model.gradient_bytes(layer_id)
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)

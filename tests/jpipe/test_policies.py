@@ -70,6 +70,7 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
             "pipeline.py",
             "errors.py",
             "files.py",
+            "context.py",
             "processes/addresses.py",
             "processes/handshake.py",
             "processes/jax_internals.py",

@@ -17,10 +17,10 @@ from train.config.section import AUTO
 from train.console import interrupt
 from train.console.progress import Reporter
 from train.console.terminal import count, first_line
-from train.data import sources, texts, token_files
+from train.data import sources, texts
 from train.data import tokenizer as tokenizers
-from train.data.files import kinds
-from train.data.token_files import Index, ShardFacts
+from train.data.files import kinds, token_files
+from train.data.files.token_files import Index, ShardFacts
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
 """The special tokens of a new tokenizer, by the kind of model that it is for."""

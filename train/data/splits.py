@@ -17,10 +17,10 @@ from jpipe.files import expanded
 from train.config.config import Config
 from train.config.data_config import DataConfig
 from train.config.section import AUTO
-from train.data import sources, texts, token_files
+from train.data import sources, texts
 from train.data import tokenizer as tokenizers
 from train.data.documents import Documents, Shard
-from train.data.files import kinds
+from train.data.files import kinds, token_files
 from train.data.files.file_array import FileArray
 
 BYTES = 256  # symbols of a text that is read as bytes

@@ -22,7 +22,8 @@ from train.config import config_file
 from train.config import huggingface as config_json
 from train.config.config import AUTO, Config
 from train.config.model_config import ModelConfig
-from train.data import token_files, tokenizer
+from train.data import tokenizer
+from train.data.files import token_files
 from train.generate import words
 from train.generate.decoder import Tree, layers_of
 from train.generate.words import Words

@@ -182,12 +182,8 @@ def run(
             state = begin(config, pipe, batches, resumed, given)
             if given is not None:
                 given.clear()  # whoever else holds it, the arrays need no memory any more
-            # The scratch memory of other processes' stages is known to those only, unless they are compiled here as well.
-            here = together.processes is not None and folder is not None and pipe.plan.predicted is not None
-            sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
+            sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
-            compiled = range(pipe.plan.depth) if here or together.processes is None else own_stages(pipe)
-            temporary = report.temporary_bytes(pipe.plan, sizes, compiled)
         tell_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed, reporter.say))
@@ -203,9 +199,8 @@ def run(
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
-        training = Training(
-            config.train, pipe, batches.train, held_out, model.metrics(config.eval), log, measure, checkpoints, preemption, history
-        )
+        metrics = model.metrics(config.eval)
+        training = Training(config.train, pipe, batches.train, held_out, metrics, log, measure, checkpoints, preemption, history)
         ended = False
         try:
             with reporter.training(), preemption:
@@ -224,10 +219,19 @@ def run(
                 if folder is not None and (ended or preemption.signal is None):  # time is short then
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1), temporary)
     summary = dataclasses.replace(summary, temporary=temporary)
-    if folder is not None:
-        summary = with_planned(summary, pipe.plan, sizes, folder)
+    summary = summary if folder is None else with_planned(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary
+
+
+def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
+    """Return the costs of the stages, and the temporaries of those whose programs are known in this process.
+
+    The other processes' stages are known to those only. Where the run is to be compared with its plan, they are compiled here as well.
+    """
+    here = not alone and writes and pipe.plan.predicted is not None
+    sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
+    return sizes, report.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else own_stages(pipe))
 
 
 def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:

@@ -260,7 +260,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters_are_those_whose_update_is_always_zero(name):
     make, expected = FROZEN[name]

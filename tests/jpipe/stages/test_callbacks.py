@@ -17,6 +17,7 @@ from tests.jpipe import models
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
+STILL = optax.inject_hyperparams(optax.sgd)(0.0)  # the rate is state, so that nothing counts as frozen
 MICROBATCHES, ROWS = 4, 2
 SEEN: dict[str, list[float]] = defaultdict(list)
 
@@ -99,11 +100,14 @@ def expected(params, batch) -> dict[str, list[float]]:
     return seen()
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_callbacks_run_once_with_the_values_of_the_forward(plan):
-    pipe, batch = Pipeline(STACK, Plan.even(STACK.ids, microbatches=MICROBATCHES, **PLANS[plan]), loss, optax.sgd(1e-3)), batch_of()
+    pipe, batch = (
+        Pipeline(STACK, Plan.even(STACK.ids, microbatches=MICROBATCHES, **PLANS[plan]), loss, STILL),
+        batch_of(),
+    )
     state = pipe.init(jax.random.key(0), batch)
     assert seen() == {}, "nothing has run"
     values = expected(models.on_first_device(pipe.params(state)), batch)
@@ -125,7 +129,7 @@ def test_callbacks_on_a_mesh():
     """One call with the whole array; an ordered one cannot run on several devices, which is said with the layer."""
     batch, layers = batch_of(2), {"in": models.dense(), "noted": lambda x: noted("mesh", jnp.exp(x)), "out": models.dense()}
     stack = LayerStack(layers)
-    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, optax.sgd(1e-3))
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, STILL)
     state, _ = pipe.step(pipe.init(jax.random.key(0), batch), batch)
     jax.block_until_ready(state)
     first = jnp.tanh(batch[0] @ pipe.params(state)["in"]["w"])
@@ -136,7 +140,7 @@ def test_callbacks_on_a_mesh():
         return x
 
     stack = LayerStack({**layers, "noted": ordered})
-    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, optax.sgd(1e-3))
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, STILL)
     with pytest.raises(InputError, match=r"^layer 'noted': a side effect of it cannot run on a mesh: ValueError: .*; make it unordered"):
         pipe.init(jax.random.key(0), batch)
 
@@ -164,7 +168,7 @@ reported.defvjp(_forward, _report)
 def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     """Of a backward that is split, too: it runs as a whole, and the layer is named."""
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "reported": lambda x: reported(x), "out": models.dense()})
-    pipe = Pipeline(stack, Plan.even(stack.ids, 3, schedule, MICROBATCHES), models.squares, optax.sgd(1e-3))
+    pipe = Pipeline(stack, Plan.even(stack.ids, 3, schedule, MICROBATCHES), models.squares, STILL)
     if schedule == "zb_h1":
         with pytest.warns(UserWarning, match=r"^layer 'reported': its backward cannot be split: it has side effects"):
             state = pipe.init(jax.random.key(0), batch)
@@ -188,7 +192,7 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
 def test_recomputation_runs_them_again_which_is_said_once(recompute, caplog):
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "noted": lambda x: noted("again", jnp.exp(x)), "out": models.dense()})
     plan = models.cut(stack.ids, (2, 1), recompute=recompute, schedule="gpipe", microbatches=MICROBATCHES)
-    pipe = Pipeline(stack, plan, models.squares, optax.sgd(1e-3))
+    pipe = Pipeline(stack, plan, models.squares, STILL)
     with caplog.at_level(logging.WARNING, "jpipe"):
         state = pipe.init(jax.random.key(0), batch)
     (record,) = caplog.records
@@ -207,7 +211,7 @@ def test_a_callback_that_cannot_be_recomputed_is_refused_with_the_layer():
 
     stack = LayerStack({"in": models.dense(), "recorded": recorded, "out": models.dense()})
     plan = models.cut(stack.ids, (2, 1), recompute="full", schedule="gpipe", microbatches=MICROBATCHES)
-    pipe = Pipeline(stack, plan, models.squares, optax.sgd(1e-3))
+    pipe = Pipeline(stack, plan, models.squares, STILL)
     with pytest.raises(InputError, match=r"^layer 'recorded': it cannot be recomputed: NotImplementedError: Effects .*; set recompute to"):
         pipe.init(jax.random.key(0), batch_of())
 

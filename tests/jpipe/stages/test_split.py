@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Precision, Tie
-from jpipe.model._dependence import is_literal
+from jpipe.model.jaxprs._dependence import is_literal
 from jpipe.stages._bytes import nbytes
 from jpipe.stages._functions import StageFunctions
 from jpipe.stages._split import _evaluate

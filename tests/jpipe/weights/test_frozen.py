@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.thinned(most=5)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
@@ -191,13 +191,8 @@ def test_a_backward_of_frozen_layers_computes_nothing_but_what_passes_through():
         return str(jax.make_jaxpr(f.backward)(*spec)).count("dot_general")
 
     assert products(functions[0]) == 0
-    assert products(functions[1]) - forwards(functions[1]) == 1  # of its weights: nothing before is trained
-    assert products(functions[2]) - forwards(functions[2]) == 1  # of its input: its weights are frozen
-
-
-def forwards(f):
-    """How many products a forward has; a backward traces it again."""
-    return str(jax.make_jaxpr(f.forward)(f.specs.params, *f.specs.arguments, f.specs.rng)).count("dot_general")
+    assert products(functions[1]) == 1  # of its weights: nothing before is trained
+    assert products(functions[2]) == 1  # of its input: its weights are frozen
 
 
 def test_a_frozen_layer_may_have_no_backward():

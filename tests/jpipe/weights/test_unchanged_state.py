@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import Layer, LayerStack, Pipeline, Plan, Precision
-from jpipe.model._dependence import passed_on
+from jpipe.model.jaxprs._dependence import passed_on
 from tests.jpipe import models, running
 
 

@@ -99,13 +99,22 @@ class Few(Batches):
         return super().__getitem__([0, 1, 2][t])
 
 
+class Endless(Few):
+    def __len__(self):
+        return 1000
+
+
 def few(seed, batch_size):
+    return Endless(seed, batch_size), Batches(0, batch_size)
+
+
+def fewer(seed, batch_size):
     return Few(seed, batch_size), Batches(0, batch_size)
 
 
 def numbered(seed, batch_size):
     batches = Batches(seed, batch_size)
-    return {t: batches[t] for t in range(3)}, batches
+    return {t: batches[0] for t in range(41) if t != 3}, batches
 
 
 def odd_data(seed, batch_size, kind):
@@ -364,6 +373,9 @@ def test_data_that_runs_out_is_told_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
+    code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:fewer"})
+    expected = "expected train to give batch t for every t < train.steps 40, found a Few of 2; repeat them or lower train.steps"
+    assert (code, err) == (2, f"jpipe: data.target: {expected}\n")
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,9 @@ def run(tmp_path) -> Path:
     return folders.written(folders.config(tmp_path, "gpt2"), arrays, stack)
 
 
-def refused(words: list[str], message: str, capsys) -> None:
+def refused(words: list[str], message: str, capsys, code: int = 2) -> None:
     """`jpipe export` ends with that line."""
-    assert cli.main(["export", *words, "--layout", "huggingface"]) == 2
+    assert cli.main(["export", *words, "--layout", "huggingface"]) == code
     assert capsys.readouterr().err.startswith(f"jpipe: {message}")
 
 
@@ -250,7 +250,7 @@ def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tensors_file, "_write", full)
-    refused(["run", "out"], "--out: cannot write 'out': No space left on device; choose another folder\n", capsys)
+    refused(["run", "out"], "--out: cannot write 'out': No space left on device; choose another folder\n", capsys, code=1)
     monkeypatch.setattr(tensors_file, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         writing.main("run", "out", None, print)

@@ -16,10 +16,10 @@ from tests.train.data.conftest import quiet, whole
 from train.config.config import Config
 from train.config.targets.sequence_config import CaptionsData
 from train.config.targets.vision_config import ImagesData
-from train.data import data, prepare, sources, splits, texts, token_files
+from train.data import data, prepare, sources, splits, texts
 from train.data import tokenizer as tokenizers
 from train.data.documents import Documents, Shard
-from train.data.files import npz_file
+from train.data.files import npz_file, token_files
 from train.data.files.file_array import FileArray
 from train.data.prepare import Files
 from train.data.targets import captions, image_rows, images

@@ -12,9 +12,10 @@ import tokenizers as library
 from jpipe import InputError
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet, same, whole
-from train.data import data, masked, prepare, token_files
+from train.data import data, masked, prepare
 from train.data import tokenizer as tokenizers
 from train.data.documents import Documents
+from train.data.files import token_files
 from train.data.prepare import Files
 
 MODEL = {"vocab_size": 300, "seq_len": 16}

@@ -18,7 +18,8 @@ import tokenizers as library
 from jpipe import InputError
 from tests.train.data.conftest import SENTENCES, quiet
 from train import cli
-from train.data import prepare, texts, token_files
+from train.data import prepare, texts
+from train.data.files import token_files
 from train.data.prepare import Files
 from train.data.texts import Keys
 

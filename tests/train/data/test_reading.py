@@ -8,8 +8,9 @@ import pytest
 
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet
-from train.data import data, prepare, token_files
+from train.data import data, prepare
 from train.data.documents import Documents
+from train.data.files import token_files
 from train.data.prepare import Files
 
 

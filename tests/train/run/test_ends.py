@@ -283,14 +283,14 @@ def test_the_code_tells_what_another_try_may_cure():
 def test_a_disk_that_is_out_of_order_at_the_start_may_be_tried_again(number, code, saved, tmp_path, monkeypatch, capsys):
     config, text = tmp_path / "config.yaml", Path(saved["data"]["path"])
     config.write_text(json.dumps(saved))
-    read = Path.read_bytes
+    opened = os.open
 
-    def fails(self):
-        if self == text:
-            raise OSError(number, os.strerror(number), str(self))
-        return read(self)
+    def fails(path, *arguments, **options):
+        if str(path) == str(text):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", fails)
+    monkeypatch.setattr(os, "open", fails)
     assert job.train(str(config), [], False, "auto", job.Address(None, None, None, None), 60.0, 45.0) == code
     assert capsys.readouterr().err == f"jpipe: data.path: cannot read '{text}': {os.strerror(number)}; give files that can be read\n"
     assert not Path(saved["run"]["dir"]).exists()

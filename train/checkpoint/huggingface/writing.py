@@ -21,7 +21,8 @@ from train.checkpoint.source import Spec
 from train.config import config_file, huggingface
 from train.config.config import Config
 from train.console.terminal import count
-from train.data import token_files, tokenizer
+from train.data import tokenizer
+from train.data.files import token_files
 
 LIMIT = 5 * 10**9  # bytes of the tensors of a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

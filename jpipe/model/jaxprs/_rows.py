@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from jpipe.errors import shortened
-from jpipe.model._dependence import reached
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss, called
 from jpipe.model._stack import LayerStack
+from jpipe.model.jaxprs._dependence import reached
 
 Tree = Any
 

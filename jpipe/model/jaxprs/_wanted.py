@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jpipe.model._dependence import body_of, is_call, is_literal, scan_parts, through
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts, through
 
 Tree = Any
 
