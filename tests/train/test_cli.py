@@ -15,12 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import optax
 import pytest
 import yaml
 
 import jpipe
-from jpipe.model._optimizer import find_layerwise
 from train import cli
 from train.checkpoint import run_folder
 from train.config.config import ModelConfig
@@ -45,15 +43,8 @@ def write_config(tmp_path, tiny):
     return write
 
 
-@pytest.fixture(scope="module")
-def probed():
-    """The few tiny operations with which optimizers are probed are compiled once in a process: here, not where compilations are counted."""
-    specs = {layer_id: {"w": jax.ShapeDtypeStruct(shape, "float32")} for layer_id, shape in (("a", (2, 2)), ("b", (2,)))}
-    find_layerwise(optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)), specs)
-
-
 @pytest.fixture
-def refused(probed, write_config, tiny, capsys, monkeypatch):
+def refused(write_config, tiny, capsys, monkeypatch):
     """Run `jpipe train` with overrides; it must be refused before a program is compiled, an array or the folder made. Gives the message."""
 
     def device_work(*_):
