@@ -101,6 +101,7 @@ def test_sharded_dims_are_followed(program, given, expected, reductions):
     assert walk.reductions == reductions
 
 
+@pytest.mark.slow
 def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
     stack, rule = layers(CONFIG.model_copy(update={"depth": 1})), optax.sgd(0.1, momentum=0.9)
     rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)

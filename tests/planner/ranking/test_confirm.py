@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jpipe
@@ -135,6 +136,7 @@ def loss(y, labels):
     return jnp.sum((y - labels) ** 2), jnp.asarray(y.size, jnp.float32)
 
 
+@pytest.mark.slow
 def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(monkeypatch):
     compiled_ones, side_by_side = [], jpipe.stages._compile._compile_side_by_side
 
