@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import jpipe
-from jpipe.model import _rows
+from jpipe.model.jaxprs import _rows
 from tests.jpipe import models
 
 D = 8
