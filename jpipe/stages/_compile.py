@@ -365,14 +365,15 @@ def _lower_call(
     functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]], share: Share | None
 ) -> jax.stages.Lowered:
     traced = trace_call(functions, place, name, counts, chosen, share)
-    if not (place.mesh and traced.jaxpr.effects):
+    if not traced.jaxpr.effects:
         return traced.lower()
 
     def message(error: BaseException) -> str:
-        return (
-            f"{functions.words}: a side effect of it cannot run on a mesh: {cause(error)}; make it unordered (ordered=False), or give the "
-            "stage one device"
-        )
+        if place.mesh:
+            where, remedy = " on a mesh", "make it unordered (ordered=False), or give the stage one device"
+        else:
+            where, remedy = "", "leave it out, or for a check of checkify wrap what contains it in checkify.checkify"
+        return f"{functions.words}: a side effect of it cannot run{where}: {cause(error)}; {remedy}"
 
     with callers_code(message):
         return traced.lower()

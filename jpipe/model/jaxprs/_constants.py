@@ -44,7 +44,8 @@ def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
         if not is_of_module and (id(constant) not in again or constant.size <= _FEW):
             continue
         name, module = (None, None) if place is None else place
-        shown = f"{describe(constant)}{f', {name}' if name else ''}{f' of a {type(module).__name__}' if module is not None else ''}"
+        is_named = module is not None and not isinstance(module, Mapping)
+        shown = f"{describe(constant)}{f', {name}' if name else ''}{f' of a {type(module).__name__}' if is_named else ''}"
         raise InputError(
             f"layer '{layer_id}': its forward reads an array from outside ({shown}), which training would leave as it is; "
             + _remedy(layer_id, module)
@@ -58,7 +59,7 @@ def _remedy(layer_id: str, module: Any) -> str:
         return f"give the module's constructor as the layer, lambda rngs: {kind}(…, rngs=rngs); {weights} with nnx.state(module, nnx.Param)"
     if isinstance(module, nnx.Variable):
         return f"make it in an NNX module and give the module's constructor as the layer, lambda rngs: …; {weights}"
-    if isinstance(module, linen.Module):
+    if isinstance(module, (linen.Module, Mapping)):
         return f"give the Linen module itself as the layer, not bound to variables; {weights} with its variables['params']"
     return (
         f"if it is a parameter, give a Flax module or a jpipe.Layer, whose init makes it ({weights}); "
@@ -103,7 +104,7 @@ def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tupl
     for name, value in _reachable(layer):
         if id(value) in wanted:
             found.setdefault(id(value), (name, None))
-        elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value):
+        elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value) or _are_variables(value):
             for path, array in _arrays(value):
                 if isinstance(array, np.ndarray):
                     found |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
@@ -117,10 +118,14 @@ def _equal(constant: Any, array: Any) -> bool:
 
 
 def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
-    """(path, array) of a module's variables."""
+    """(path, array) of the variables of a module, or of those that were made for one."""
     if isinstance(module, linen.Module):
         for keys, leaf in jax.tree_util.tree_flatten_with_path(module.variables)[0]:
             yield jax.tree_util.keystr(keys, simple=True, separator="."), leaf
+        return
+    if isinstance(module, Mapping):
+        for key, inner in module.items():
+            yield from ((f"[{key!r}]{path}", leaf) for path, leaf in (_arrays(inner) if isinstance(inner, Mapping) else [("", inner)]))
         return
     if isinstance(module, nnx.Variable):
         yield from (("", leaf) for leaf in jax.tree.leaves(module.get_value()))
@@ -133,6 +138,11 @@ def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_bound(value: Any) -> bool:
     return isinstance(value, linen.Module) and value.scope is not None
+
+
+def _are_variables(value: Any) -> bool:
+    """Whether a value looks like the variables of a Linen module, as `apply` takes them."""
+    return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
 
 
 def _reachable(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -97,6 +97,10 @@ WAYS = {
     "another library's in a closure": (lambda: closing_over(own()), r"float32\[3, 3\], module.weight"),
     "another library's method": (lambda: own().__call__, r"float32\[3, 3\], weight"),
     "Linen apply": (lambda: functools.partial(linen.Dense(models.WIDTH).apply, variables()), r"args\[0\]\['params'\]\['kernel'\]"),
+    "Linen apply with arrays of NumPy": (
+        lambda: functools.partial(linen.Dense(models.WIDTH).apply, jax.tree.map(np.array, variables())),
+        r"args\[0\]\['params'\]\['kernel'\]\).*the Linen module itself",
+    ),
     "bound Linen module in a closure": (
         lambda: closing_over(linen.Dense(models.WIDTH).bind(variables())),
         r"module.params.kernel of a Dense.*variables\['params'\]",

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from jax.experimental import io_callback
+from jax.experimental import checkify, io_callback
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan
 from jpipe.stages._standalone import StandaloneStage
@@ -143,6 +143,17 @@ def test_callbacks_on_a_mesh():
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, STILL)
     with pytest.raises(InputError, match=r"^layer 'noted': a side effect of it cannot run on a mesh: ValueError: .*; make it unordered"):
         pipe.init(jax.random.key(0), batch)
+
+
+def test_a_side_effect_that_does_not_compile_is_said_with_the_layer():
+    def checked(x):
+        checkify.check(x.sum() < 1e9, "too large")
+        return x
+
+    stack = LayerStack({"in": models.dense(), "checked": checked})
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, STILL)
+    with pytest.raises(InputError, match=r"^layer 'checked': a side effect of it cannot run: ValueError: .*; .* in checkify\.checkify"):
+        pipe.init(jax.random.key(0), batch_of(2))
 
 
 @jax.custom_vjp
