@@ -128,8 +128,9 @@ class Results:
 
     def lose(self, state: State, error: BaseException) -> None:
         """Remember why a consumed state has no next one."""
-        first, *_ = str(error).splitlines() or [""]
-        shown = type(error).__name__ + (f" ({first[:200]})" if first else "")
+        lines = str(error).splitlines() or [""]
+        said = lines[-1 if "Traceback" in str(error) else 0].strip()  # of a host callback's error JAX gives the traceback
+        shown = type(error).__name__ + (f" ({said[:200]})" if said else "")
         words = (
             f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
             "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
