@@ -92,7 +92,7 @@ def _compare(path: Path, item: Tree) -> None:
             for names, array in expected.items()
         )
     except Exception as error:  # of many kinds, since files are missing
-        raise OSError(errno.EIO, f"its files cannot be read again ({type(error).__name__})", str(path)) from error
+        raise OSError(errno.EIO, f"its files were removed, or cannot be read again ({type(error).__name__})", str(path)) from error
     if not same:
         raise OSError(errno.EIO, "its files are not what was written", str(path))
 

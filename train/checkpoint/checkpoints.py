@@ -126,7 +126,7 @@ class Checkpoints:
         except FolderChanged:
             raise
         except (OSError, jpipe.runtime.CopiesDiffer) as error:
-            kept = self._kept("none so far")
+            kept = self._kept("there is no complete one")
             if isinstance(error, jpipe.runtime.CopiesDiffer):
                 raise jpipe.runtime.CopiesDiffer(f"{error}; {kept}") from error
             what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"

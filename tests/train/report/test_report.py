@@ -202,6 +202,13 @@ def test_a_comparison_is_of_what_both_know():
     assert compare(predicted, None)[2] == Comparison("held memory, rank 0", "1.5 kB", "–", "–")
 
 
+def test_temporaries_of_other_processes_are_said_to_be_unknown():
+    whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
+    assert report_module.temporary_words([5]) == whole
+    assert report_module.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
+    assert report_module.temporary_words([None, None]) == ""
+
+
 def test_what_was_measured_stands_beside_what_was_planned():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
     found = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
