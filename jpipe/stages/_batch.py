@@ -42,7 +42,9 @@ def _checked_rows(batch: Tree, where: str) -> int:
         )
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
-        raise InputError(f"{where}: expected arrays that agree in their first dim, the batch, found {describe(batch)}")
+        numbers = any(isinstance(leaf, int | float | complex) for leaf in leaves)
+        hint = "; make an array of a list of numbers with numpy.asarray" if numbers else ""
+        raise InputError(f"{where}: expected arrays that agree in their first dim, the batch, found {describe(batch)}{hint}")
     for leaf in leaves:
         try:
             spec_of(leaf)
