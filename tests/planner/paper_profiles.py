@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "paper_profiles"
 
 
 def read(name):
-    """Return `vgg16`, `resnet50` or `gnmt8` at the paper's microbatch, or `bert`, two blocks of 2.2B at 1 and 8 rows."""
+    """Return `vgg16`, `resnet50` or `gnmt8` at the paper's microbatch, or `bert`, two blocks of 2.2B at 1, 4 and 8 rows."""
     return Profile.from_json((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -25,7 +25,7 @@ def main():
         "vgg16": models.pipedream_profile("VGG-16"),
         "resnet50": models.pipedream_profile("ResNet-50"),
         "gnmt8": models.pipedream_profile("GNMT-8"),
-        "bert": models.two_blocks("BERT, 2.2B", (1, 8), two_bw.POLICIES),
+        "bert": models.two_blocks("BERT, 2.2B", (1, 4, 8), two_bw.POLICIES),
     }
     FOLDER.mkdir(exist_ok=True)
     for name, profile in profiles.items():
