@@ -348,7 +348,7 @@ def accepted(monkeypatch) -> list[Config]:
     configs = []
     ended = Summary(steps=0, val_loss_before=0.0, val_loss_after=0.0, seconds=0.0, folder=None, predicted=None, measured=None)
     monkeypatch.setattr(loop, "main", lambda config, *_: (configs.append(config), ended)[1])
-    monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config: (configs.append(config), (PLANS[-1], None))[1])
+    monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config, compile: (configs.append(config), (PLANS[-1], None, ""))[1])
     return configs
 
 

@@ -199,8 +199,8 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     code, out, err = done("launch", "-n", "4", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
     assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
-    assert not {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()} - loopback
+    places = {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()}
+    assert all(place.endswith("7F") or place == "0" * 24 + "01000000" for place in places)  # 127.0.0.0/8, or ::1
     assert sys.platform != "linux" or Path("read-0").read_text(), "JAX's coordinator is there, and gloo"
     assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
     assert [line.split() for line in out if line.startswith("stage ")] == [
