@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from flax.core import FrozenDict
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
@@ -142,7 +143,7 @@ def _is_bound(value: Any) -> bool:
 
 def _are_variables(value: Any) -> bool:
     """Whether a value looks like the variables of a Linen module, as `apply` takes them."""
-    return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
+    return isinstance(value, dict | FrozenDict) and isinstance(value.get("params"), Mapping)
 
 
 def _reachable(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,15 @@ class Heard(jpipe.processes.Processes):
     def has_message(self, name):
         return name in self._told
 
+    def check(self):
+        pass
+
+    def finished(self):
+        return frozenset()
+
+    def still(self):
+        return 0.0
+
     def receive(self, name, on=None, what=None):
         assert name in self._told
         return ()
