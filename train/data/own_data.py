@@ -51,8 +51,7 @@ class OwnBatches:
 
     def position(self, batch: int) -> Position:
         """Return where this batch begins."""
-        order = self.order
-        return Position(batch=batch, rows=(order.total + (batch - order.batch) * self.batch_size,), pieces=order.pieces)
+        return self.order.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "OwnBatches":
         """Return the same data in batches that begin at `position`."""

@@ -27,6 +27,10 @@ class Position(pydantic.BaseModel):
         """Rows before it, of all buckets."""
         return sum(self.rows)
 
+    def later(self, batch: int, batch_size: int) -> "Position":
+        """Return where batch `batch` begins if all batches from here on have `batch_size` rows of one shape."""
+        return Position(batch=batch, rows=(self.total + (batch - self.batch) * batch_size,), pieces=self.pieces)
+
 
 def start(batch_size: int, buckets: int = 1) -> Position:
     """Return the position of batch 0 of a run that begins."""

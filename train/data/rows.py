@@ -96,8 +96,7 @@ class BatchesOfRows:
 
     def position(self, batch: int) -> Position:
         """Return where this batch begins."""
-        order = self.order
-        return Position(batch=batch, rows=(order.total + (batch - order.batch) * self.batch_size,), pieces=order.pieces)
+        return self.order.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "BatchesOfRows":
         """Return the same rows in batches that begin at `position`."""

@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import lzma
-import pickle
+import pickle  # only written here, to be refused
 import struct
 import sysconfig
 import tarfile
